@@ -1,0 +1,1 @@
+"""Everything behind the tools: series machinery, server client, statistics, reports."""

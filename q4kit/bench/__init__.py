@@ -1,0 +1,1 @@
+"""Single-stream speed, counted in tokens the server counted."""

@@ -1,0 +1,1 @@
+"""Long-context retrieval with controls and bounds."""

@@ -1,0 +1,1 @@
+"""Teacher-forced logprobs before and after a change."""

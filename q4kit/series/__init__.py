@@ -1,0 +1,1 @@
+"""Patch series: base, blob chains, apply, status, verify, export."""

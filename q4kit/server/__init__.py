@@ -1,0 +1,1 @@
+"""The world behind HTTP: launching, talking to and stopping a real server."""

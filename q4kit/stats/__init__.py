@@ -1,0 +1,1 @@
+"""Pure statistics: floors, intervals, equivalence, detection power."""
