@@ -1,0 +1,95 @@
+"""Which configurations the GPU matrix serves, and which pairs of settings they cover (pure)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import combinations
+
+BUDGETS = ("0", "part", "half", "all")
+GRAPHS = ("eager", "full", "breakable")
+PLES = ("resident", "pinned")
+
+UNSUPPORTED: dict[tuple[str, str, str], str] = {}
+"""(budget, graph, ple) -> reason, for combinations that the series refuses on purpose."""
+
+GRAPH_ARGS: dict[str, tuple[str, ...]] = {
+    "eager": ("--cuda-graph-backend-decode=disabled", "--cuda-graph-backend-prefill=disabled"),
+    "full": ("--cuda-graph-backend-decode=full", "--cuda-graph-backend-prefill=breakable"),
+    "breakable": ("--cuda-graph-backend-decode=breakable", "--cuda-graph-backend-prefill=breakable"),
+}
+PLE_ARGS: dict[str, tuple[str, ...]] = {
+    "resident": ("--no-ple-offload-embedding",),
+    "pinned": ("--ple-offload-embedding",),
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One server boot: which tree serves which model with which settings."""
+
+    name: str
+    tree: str
+    """"stock" or "patched"."""
+    model: str
+    """"tiny" or "mid"."""
+    budget: str
+    graph: str
+    ple: str
+    extra: tuple[str, ...] = ()
+    expect: str = "same"
+    """"same": answers equal the reference; "reference"; "refused": a clear error at start; "fails": stock's failure."""
+
+    def server_args(self, offload_gb: dict[tuple[str, str], int]) -> list[str]:
+        """Return the SGLang arguments; `offload_gb` maps (model, budget) to whole GB, as --cpu-offload-gb takes them."""
+        args = [*GRAPH_ARGS[self.graph], *PLE_ARGS[self.ple]]
+        gigabytes = offload_gb[self.model, self.budget]
+        if gigabytes:
+            args.append(f"--cpu-offload-gb={gigabytes}")
+        return args + list(self.extra)
+
+
+CELLS: tuple[Cell, ...] = (
+    Cell("reference", "patched", "mid", "0", "eager", "resident", expect="reference"),
+    Cell("full-pinned", "patched", "mid", "0", "full", "pinned"),
+    Cell("breakable-resident", "patched", "mid", "0", "breakable", "resident"),
+    Cell("part-eager-pinned", "patched", "mid", "part", "eager", "pinned"),
+    Cell("part-full-resident", "patched", "mid", "part", "full", "resident"),
+    Cell("half-full-pinned", "patched", "mid", "half", "full", "pinned"),
+    Cell("half-breakable-pinned", "patched", "mid", "half", "breakable", "pinned"),
+    Cell("all-eager-resident", "patched", "mid", "all", "eager", "resident"),
+    Cell("all-full-pinned", "patched", "mid", "all", "full", "pinned"),
+    Cell("part-breakable-resident", "patched", "mid", "part", "breakable", "resident"),
+    Cell("all-breakable-pinned", "patched", "mid", "all", "breakable", "pinned"),
+    Cell("half-eager-resident", "patched", "mid", "half", "eager", "resident"),
+    Cell(
+        "paged-experts",
+        "patched",
+        "mid",
+        "0",
+        "full",
+        "pinned",
+        extra=("--enable-paged-experts", "--paged-experts-num-resident=16"),
+    ),
+    Cell("stock-offload", "stock", "mid", "half", "full", "pinned", expect="fails"),
+    Cell("stock-offload-no-ple", "stock", "mid", "all", "full", "resident", expect="fails"),
+    Cell("stock-breakable", "stock", "mid", "0", "breakable", "resident", expect="fails"),
+    Cell("stock-full-pinned", "stock", "mid", "0", "full", "pinned"),
+)
+
+
+def uncovered_pairs(cells: tuple[Cell, ...] = CELLS) -> list[tuple[str, str]]:
+    """Return the pairs of settings, like ("budget=half", "graph=eager"), that no patched cell serves."""
+    levels = {"budget": BUDGETS, "graph": GRAPHS, "ple": PLES}
+    seen = {
+        frozenset(((a, getattr(cell, a)), (b, getattr(cell, b))))
+        for cell in cells
+        if cell.tree == "patched" and not cell.extra
+        for a, b in combinations(levels, 2)
+    }
+    return [
+        (f"{a}={x}", f"{b}={y}")
+        for a, b in combinations(levels, 2)
+        for x in levels[a]
+        for y in levels[b]
+        if frozenset(((a, x), (b, y))) not in seen
+    ]

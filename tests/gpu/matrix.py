@@ -1,0 +1,309 @@
+#!/usr/bin/env python3
+"""Serve a random Qwen4-Exp checkpoint in every cell of tests/gpu/cells.py and compare the answers with the reference.
+
+--jobs servers boot side by side (a boot is mostly imports and graph capture), then they are asked one after the
+other while the rest is stopped (SIGSTOP), so that timings are not disturbed. Every cell's raw answers are kept in
+OUT/cells/; a second run skips what is there. The table goes to OUT/table.md and stdout.
+
+Per cell: teacher-forced logprobs of prompts of 1 to 3,000 tokens (chunk edges included), twice for the A/A floor; 200
+greedy tokens; two requests at once; decode speed; PCIe bytes a decoded token (NVML counters, sampled).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import signal
+import statistics
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from q4kit.errors import Q4Error
+from q4kit.server.client import GREEDY, Client
+from q4kit.server.launch import ServerProcess, launch
+from tests.gpu.cells import CELLS, Cell
+
+CHUNK = 2048
+LENGTHS = (1, 2, 5, 63, 64, 65, 127, 700, CHUNK - 1, CHUNK, CHUNK + 1, 3000)
+DECODE_TOKENS = 200
+COMMON_ARGS = (
+    "--attention-backend=triton",
+    f"--chunked-prefill-size={CHUNK}",
+    "--max-total-tokens=32768",
+    "--max-running-requests=4",
+    "--max-mamba-cache-size=32",
+    "--cuda-graph-max-bs-decode=2",
+    "--mem-fraction-static=0.9",
+    '--json-model-override-args={"language_model_only": true}',
+)
+
+
+def prompts(vocab: int = 500) -> list[list[int]]:
+    """Return one random prompt a length; fixed seed."""
+    rng = random.Random(20261129)
+    return [[rng.randrange(3, vocab) for _ in range(n)] for n in LENGTHS]
+
+
+def generate(client: Client, ids: list[int], new_tokens: int) -> dict[str, Any]:
+    """Return output ids and the logprobs of prompt and output tokens."""
+    answer = client.generate(
+        {
+            "input_ids": ids,
+            "sampling_params": {**GREEDY, "max_new_tokens": new_tokens},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
+    )
+    meta = answer["meta_info"]
+    return {
+        "prompt": [x[0] for x in meta["input_token_logprobs"]][1:],
+        "output": [x[0] for x in meta["output_token_logprobs"]],
+        "ids": answer["output_ids"],
+        "cached": meta["cached_tokens"],
+    }
+
+
+class PcieMeter:
+    """Mean host-to-device throughput while the `with` block runs, from NVML's counters (20 ms windows), in bytes/s."""
+
+    def __enter__(self) -> PcieMeter:
+        self.samples: list[int] = []
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+        return self
+
+    def _run(self) -> None:
+        try:
+            import pynvml
+
+            pynvml.nvmlInit()
+            device = pynvml.nvmlDeviceGetHandleByIndex(0)
+            while not self._stop.is_set():
+                kilobytes = pynvml.nvmlDeviceGetPcieThroughput(device, pynvml.NVML_PCIE_UTIL_RX_BYTES)
+                self.samples.append(kilobytes * 1024)
+        except Exception as error:  # the figure is then reported as missing, with the reason
+            self.reason = repr(error)
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    @property
+    def mean(self) -> float | None:
+        """Bytes a second, None when the counters are not readable."""
+        return statistics.fmean(self.samples) if self.samples else None
+
+
+def decode_rate(client: Client, ids: list[int]) -> tuple[float, float]:
+    """Return (tokens/s, seconds to the first token) of one streamed request, by the server's token counts."""
+    client.flush_cache()
+    events = []
+    start = time.monotonic()
+    payload = {"input_ids": ids, "sampling_params": {**GREEDY, "max_new_tokens": DECODE_TOKENS}}
+    for event in client.stream_generate(payload):
+        if event.completion_tokens:
+            events.append((event.t_monotonic, event.completion_tokens))
+    (t0, n0), (t1, n1) = events[0], events[-1]
+    return (n1 - n0) / (t1 - t0), t0 - start
+
+
+def measure(server: ServerProcess) -> dict[str, Any]:
+    """Return everything that is recorded about one healthy server."""
+    with Client(server.base_url, timeout_s=300) as client:
+        result: dict[str, Any] = {"runs": []}
+        for _ in range(2):  # the second run is the A/A floor
+            client.flush_cache()
+            result["runs"].append([generate(client, ids, 4) for ids in prompts()])
+        client.flush_cache()
+        result["long"] = generate(client, prompts()[7], DECODE_TOKENS)
+        client.flush_cache()
+        with ThreadPoolExecutor(2) as pool:
+            pair = [pool.submit(generate, client, prompts()[i], 32) for i in (7, 8)]
+            result["pair"] = [future.result() for future in pair]
+        rates = []
+        with PcieMeter() as meter:
+            for seed in range(3):
+                rng = random.Random(seed)
+                rates.append(decode_rate(client, [rng.randrange(3, 500) for _ in range(421)]))
+        result["decode_tok_s"] = statistics.median(rate for rate, _ in rates)
+        result["ttft_s"] = statistics.median(ttft for _, ttft in rates)
+        result["decode_samples"] = rates
+        if meter.mean is not None:
+            result["pcie_rx_bytes_s"] = meter.mean
+            result["pcie_samples"] = len(meter.samples)
+        info = client.server_info()
+        states = info.get("internal_states") or [{}]
+        result["server"] = {k: v for k, v in states[0].items() if isinstance(v, int | float | str)}
+    return result
+
+
+def worst(reference: list[dict[str, Any]], candidate: list[dict[str, Any]]) -> tuple[float, float, int]:
+    """Return (largest, mean absolute logprob difference over prompt tokens, prompts whose ids differ)."""
+    differences: list[float] = []
+    flips = 0
+    for ref, cand in zip(reference, candidate, strict=True):
+        if len(ref["prompt"]) != len(cand["prompt"]):
+            raise SystemExit("misaligned answers: the prompts scored are not the same")
+        differences += [abs(a - b) for a, b in zip(ref["prompt"], cand["prompt"], strict=True)]
+        flips += ref["ids"] != cand["ids"]
+    return max(differences), statistics.fmean(differences), flips
+
+
+def common_prefix(a: list[int], b: list[int]) -> int:
+    """Return how many leading ids are equal."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def table(results: dict[str, dict[str, Any]], cells: tuple[Cell, ...]) -> str:
+    """Return the markdown table of all cells."""
+    reference = results.get("reference", {})
+    lines = [
+        "| cell | tree | budget | graph | PLE | outcome | max abs dlogprob | mean | A/A max | 200 tokens equal | pair equal "
+        "| decode tok/s | PCIe MB/token | pinned+RSS GiB |",
+        "| --- " * 14 + "|",
+    ]
+    for cell in cells:
+        result = results.get(cell.name)
+        if result is None:
+            continue
+        head = f"| {cell.name} | {cell.tree} | {cell.budget} | {cell.graph} | {cell.ple} |"
+        if "error" in result:
+            lines.append(f"{head} {result['error']} |" + " |" * 8)
+            continue
+        floor = worst(result["runs"][0], result["runs"][1])
+        row = [head, " served |"]
+        if reference.get("runs"):
+            largest, mean, _ = worst(reference["runs"][0], result["runs"][0])
+            same = common_prefix(reference["long"]["ids"], result["long"]["ids"])
+            pair = all(r["ids"] == c["ids"] for r, c in zip(reference["pair"], result["pair"], strict=True))
+            row.append(f" {largest:.3g} | {mean:.3g} | {floor[0]:.3g} | {same}/{DECODE_TOKENS} | {pair} |")
+        else:
+            row.append(f" - | - | {floor[0]:.3g} | - | - |")
+        pcie = result.get("pcie_rx_bytes_s")
+        per_token = f"{pcie / result['decode_tok_s'] / 1e6:.2f}" if pcie else "-"
+        row.append(f" {result['decode_tok_s']:.1f} | {per_token} | {result['rss_gib']:.1f} |")
+        lines.append("".join(row))
+    return "\n".join(lines) + "\n"
+
+
+def failure(error: Q4Error) -> dict[str, Any]:
+    """Return the record of a server that did not serve: the line that says why, and the end of the log."""
+    text = str(error)
+    lines = [line.strip() for line in text.splitlines() if "Error" in line] or text.splitlines()
+    return {"error": lines[-1][:300].replace("|", "/"), "full": text[-6000:]}
+
+
+def group_rss_gib(group: int) -> float:
+    """Return the summed resident memory of a process group, GiB."""
+    total = 0
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, IndexError, ValueError):
+            fields = stat.read_text().rsplit(")", 1)[1].split()
+            if int(fields[2]) == group:
+                total += int(fields[21]) * os.sysconf("SC_PAGE_SIZE")
+    return total / 2**30
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Return 0 when every patched cell is within its A/A floor of the reference and every stock failure was seen."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--stock", required=True, help="folder with the stock sglang package")
+    parser.add_argument("--patched", required=True, help="folder with the patched sglang package")
+    parser.add_argument("--part-gb", type=int, default=1)
+    parser.add_argument("--half-gb", type=int, required=True)
+    parser.add_argument("--all-gb", type=int, default=1000)
+    parser.add_argument("--only", nargs="*", help="names of cells")
+    parser.add_argument("--jobs", type=int, default=6, help="servers that boot at once")
+    parser.add_argument("--boot-timeout", type=float, default=400)
+    parser.add_argument("--arg", action="append", default=[], help="one more server argument for every cell")
+    args = parser.parse_args(argv)
+    budgets = {"0": 0, "part": args.part_gb, "half": args.half_gb, "all": args.all_gb}
+    offload = {(model, name): gb for model in ("tiny", "mid") for name, gb in budgets.items()}
+    cells = tuple(c for c in CELLS if not args.only or c.name in args.only)
+    (args.out / "cells").mkdir(parents=True, exist_ok=True)
+    results: dict[str, dict[str, Any]] = {}
+
+    def boot(cell: Cell) -> tuple[ServerProcess | None, dict[str, Any]]:
+        """Return the healthy server, or None and the record of its failure."""
+        path = args.stock if cell.tree == "stock" else args.patched
+        started = time.monotonic()
+        try:
+            server = launch(
+                args.model,
+                python=sys.executable,
+                pythonpath=path,
+                log_path=args.out / f"{cell.name}.log",
+                extra_args=[*COMMON_ARGS, *args.arg, *cell.server_args(offload)],
+                timeout_s=args.boot_timeout,
+                device="cuda",
+            )
+        except Q4Error as error:
+            return None, failure(error)
+        return server, {"boot_s": time.monotonic() - started}
+
+    def finish(cell: Cell, result: dict[str, Any]) -> None:
+        result["cell"] = {"name": cell.name, "tree": cell.tree, "args": cell.server_args(offload)}
+        (args.out / "cells" / f"{cell.name}.json").write_text(json.dumps(result))
+        results[cell.name] = result
+        print(f"{cell.name}: {result.get('error', 'served')}", file=sys.stderr, flush=True)
+
+    todo = []
+    for cell in cells:
+        record = args.out / "cells" / f"{cell.name}.json"
+        if record.exists():
+            results[cell.name] = json.loads(record.read_text())
+        else:
+            todo.append(cell)
+    for first in range(0, len(todo), args.jobs):
+        wave = todo[first : first + args.jobs]
+        with ThreadPoolExecutor(len(wave)) as pool:
+            booted = list(pool.map(boot, wave))
+        servers = [server for server, _ in booted if server]
+        try:
+            for server in servers:
+                os.killpg(server.pid, signal.SIGSTOP)
+            for cell, (server, result) in zip(wave, booted, strict=True):
+                if server:
+                    os.killpg(server.pid, signal.SIGCONT)
+                    try:
+                        result |= measure(server)
+                    except Q4Error as error:
+                        result |= failure(error)
+                        result["full"] += server.log_tail(60)
+                    result["rss_gib"] = group_rss_gib(server.pid)
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(server.pid, signal.SIGSTOP)
+                finish(cell, result)
+        finally:
+            for server in servers:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(server.pid, signal.SIGKILL)
+                server.stop()
+    text = table(results, cells)
+    (args.out / "table.md").write_text(text)
+    print(text)
+    bad = []
+    for cell in cells:
+        result = results[cell.name]
+        if cell.expect == "fails" and "error" not in result:
+            bad.append(f"{cell.name}: stock was expected to fail and served")
+        if cell.expect == "same" and "error" in result:
+            bad.append(f"{cell.name}: {result['error']}")
+    print("\n".join(bad) or "every cell ended as declared", file=sys.stderr)
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
