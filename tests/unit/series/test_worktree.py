@@ -1,0 +1,234 @@
+"""Applying to git work trees."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from world import PACKAGE, World, commit, edit
+
+from q4kit.errors import EnvironmentFault, Q4Error, UsageError
+from q4kit.series import git, journal, manifest, state, worktree
+from q4kit.series.targets import work_tree
+
+
+def head(tree: Path) -> str:
+    return git.out(["rev-parse", "HEAD"], tree)
+
+
+def test_every_prefix_is_named_and_commit_ids_are_everybodys(world: World) -> None:
+    ids = []
+    for name in ("one", "two"):
+        tree = world.tree(name)
+        seen = [head(tree)]
+        assert state.status(tree, series=world.series).state == "clean"
+        for k in range(1, world.series.length + 1):
+            change = worktree.apply(tree, series=world.series, to=k)
+            assert (change.before, change.after) == (k - 1, k)
+            found = state.status(tree, series=world.series)
+            assert (found.state, found.prefix, found.tree) == ("applied", k, world.series.entries[k - 1].tree_after)
+            seen.append(head(tree))
+        ids.append(seen)
+    assert ids[0] == ids[1]
+    assert len(set(ids[0])) == world.series.length + 1
+
+
+def test_applying_twice_is_a_no_op_that_says_so(world: World) -> None:
+    tree = world.tree("t")
+    assert worktree.apply(tree, series=world.series).changed
+    before = head(tree)
+    again = worktree.apply(tree, series=world.series)
+    assert not again.changed
+    assert head(tree) == before
+
+
+def test_going_down_and_revert_give_the_pin_back(world: World) -> None:
+    tree = world.tree("t")
+    pin = head(tree)
+    (tree / "notes.txt").write_text("mine\n")
+    worktree.apply(tree, series=world.series)
+    worktree.apply(tree, series=world.series, to=2)
+    assert state.status(tree, series=world.series).prefix == 2
+    worktree.revert(tree, series=world.series)
+    assert head(tree) == pin
+    assert state.status(tree, series=world.series).state == "clean"
+    assert not (tree / "python" / PACKAGE / "extra").exists()
+    assert (tree / "notes.txt").read_text() == "mine\n"
+
+
+def test_revert_refuses_to_lose_a_commit_on_top(world: World) -> None:
+    tree = world.tree("t")
+    worktree.apply(tree, series=world.series)
+    (tree / "mine.py").write_text("x = 1\n")
+    commit(tree, "my own work", 30)
+    before = head(tree)
+    with pytest.raises(UsageError, match="my own work"):
+        worktree.revert(tree, series=world.series)
+    assert head(tree) == before
+
+
+def test_wrong_base_names_file_and_both_blobs(world: World) -> None:
+    tree = world.tree("t")
+    path = f"python/{PACKAGE}/beta.py"
+    edit(tree / path, "return x + 20\n", "return 20 + x\n")
+    commit(tree, "another base", 30)
+    found_blob = git.out(["rev-parse", f"HEAD:{path}"], tree)
+    expected = world.series.base.files[path]
+    assert expected is not None
+    before = head(tree)
+    with pytest.raises(UsageError) as caught:
+        worktree.apply(tree, series=world.series)
+    for part in (path, found_blob, expected.blob):
+        assert part in str(caught.value)
+    assert head(tree) == before
+    assert not (tree / ".git" / "rebase-apply").exists()
+
+
+@pytest.mark.parametrize("staged", [False, True])
+def test_dirty_touched_file_is_refused_and_kept(world: World, staged: bool) -> None:
+    tree = world.tree("t")
+    path = tree / "python" / PACKAGE / "alpha.py"
+    edit(path, "return x + 1\n", "return x + 111\n")
+    if staged:
+        git.run(["add", path], tree)
+    with pytest.raises(UsageError, match=r"local changes.*alpha\.py"):
+        worktree.apply(tree, series=world.series)
+    assert "111" in path.read_text()
+
+
+def test_staged_change_elsewhere_is_refused(world: World) -> None:
+    tree = world.tree("t")
+    (tree / "other.txt").write_text("x\n")
+    git.run(["add", "other.txt"], tree)
+    with pytest.raises(UsageError, match="staged"):
+        worktree.apply(tree, series=world.series)
+
+
+def test_untracked_file_in_the_way_of_an_added_one_is_refused_and_kept(world: World) -> None:
+    tree = world.tree("t")
+    path = tree / "python" / PACKAGE / "late.py"
+    path.write_text("mine\n")
+    with pytest.raises(UsageError, match=r"late\.py"):
+        worktree.apply(tree, series=world.series)
+    assert path.read_text() == "mine\n"
+
+
+def test_failing_am_restores_everything(world: World) -> None:
+    """A smudge filter makes git write other bytes than recorded: found after the fact, undone."""
+    tree = world.tree("t")
+    pin = head(tree)
+    (tree / ".git" / "info").mkdir(exist_ok=True)
+    (tree / ".git" / "info" / "attributes").write_text("*.py text eol=crlf\n")
+    with pytest.raises(EnvironmentFault, match="nothing was changed"):
+        worktree.apply(tree, series=world.series)
+    assert head(tree) == pin
+    assert not (tree / ".git" / "rebase-apply").exists()
+    (tree / ".git" / "info" / "attributes").unlink()
+    git.run(["checkout", "-q", "HEAD", "--", "python"], tree)
+    assert state.status(tree, series=world.series).state == "clean"
+
+
+def test_interrupted_am_is_named_and_mended_by_apply_and_by_revert(world: World) -> None:
+    for mend in ("apply", "revert"):
+        tree = world.tree(mend)
+        pin = head(tree)
+        target = work_tree(tree)
+        # what kill -9 between two patches and inside git leaves behind
+        worktree.apply(tree, series=world.series, to=2)
+        note = {"op": "apply", "head": pin, "files": world.series.touched}
+        journal.write_json(journal.marker_path(target), note)
+        (tree / ".git" / "rebase-apply").mkdir()
+        (tree / ".git" / "index.lock").write_text("")
+        (tree / "python" / PACKAGE / "late.py").write_text("half\n")
+        found = state.status(tree, series=world.series)
+        assert found.state == "drifted"
+        assert "interrupted apply" in found.reason
+        if mend == "apply":
+            result = worktree.apply(tree, series=world.series)
+            assert state.status(tree, series=world.series).prefix == world.series.length
+        else:
+            result = worktree.revert(tree, series=world.series)
+            assert head(tree) == pin
+            assert state.status(tree, series=world.series).state == "clean"
+        assert result.mended
+        assert not (tree / ".git" / "rebase-apply").exists()
+        assert git.out(["status", "--porcelain"], tree) == ""
+
+
+def test_a_rebase_of_the_users_own_is_left_alone(world: World) -> None:
+    tree = world.tree("t")
+    (tree / ".git" / "rebase-apply").mkdir()
+    with pytest.raises(UsageError, match="middle of something else"):
+        worktree.apply(tree, series=world.series)
+    assert (tree / ".git" / "rebase-apply").is_dir()
+
+
+def test_shallow_clone_with_hooks_and_odd_settings(world: World) -> None:
+    """Neither depth 1, nor hooks, nor settings that change diffs or identities alter the outcome."""
+    plain, odd = world.tree("plain"), world.root / "odd"
+    git.run(["clone", "-q", "--depth=1", world.base.as_uri(), odd], world.root)
+    for key, value in {
+        "am.threeWay": "true",
+        "commit.gpgSign": "true",
+        "core.autocrlf": "true",
+        "user.name": "Somebody",
+        "user.email": "somebody@example.org",
+        "diff.noprefix": "true",
+    }.items():
+        git.run(["config", key, value], odd)
+    hook = odd / ".git" / "hooks" / "pre-applypatch"
+    hook.parent.mkdir(exist_ok=True)
+    hook.write_text("#!/bin/sh\nexit 1\n")
+    hook.chmod(0o755)
+    worktree.apply(plain, series=world.series)
+    worktree.apply(odd, series=world.series)
+    assert head(plain) == head(odd)
+
+
+def test_a_folder_inside_a_work_tree_is_no_target(world: World) -> None:
+    with pytest.raises(UsageError, match="lies inside the work tree"):
+        state.status(world.base / "python", series=world.series)
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda d: d.replace(b"\n", b"\r\n"), "CRLF"),
+        (lambda d: d[: len(d) * 3 // 4], "truncated"),
+        (lambda d: d.replace(b"+    return x + 700", b"+    return x + 770"), "changed by hand"),
+        (lambda d: b"", "truncated"),
+        (lambda d: d[:-40] + b"\xff\xfe" + d[-38:], "UTF-8"),
+    ],
+)
+def test_damaged_patch_file_is_refused_before_any_change(world: World, damage: object, said: str) -> None:
+    tree = world.tree("t")
+    pin = head(tree)
+    path = world.series.path(world.series.entries[0])
+    path.write_bytes(damage(path.read_bytes()))  # type: ignore[operator]
+    with pytest.raises(Q4Error, match=said) as caught:
+        worktree.apply(tree, series=manifest.load(world.series.folder))
+    assert path.name in str(caught.value)
+    assert head(tree) == pin
+
+
+def test_missing_patch_file_is_named(world: World) -> None:
+    path = world.series.path(world.series.entries[1])
+    path.unlink()
+    tree = world.tree("t")
+    with pytest.raises(UsageError, match="missing"):
+        worktree.apply(tree, series=manifest.load(world.series.folder))
+
+
+def test_unknown_prefix_is_refused(world: World) -> None:
+    with pytest.raises(UsageError, match="prefix 9 does not exist"):
+        worktree.apply(world.tree("t"), series=world.series, to=9)
+
+
+def test_linked_work_tree_is_a_target_too(world: World) -> None:
+    linked = world.root / "linked"
+    git.run(["worktree", "add", "-q", "--detach", linked, "HEAD"], world.base)
+    worktree.apply(linked, series=world.series)
+    assert state.status(linked, series=world.series).prefix == world.series.length
+    assert state.status(world.base, series=world.series).state == "clean"
+    shutil.rmtree(linked)

@@ -1,0 +1,186 @@
+#!/usr/bin/env python3
+"""Patch series for the pinned SGLang: fetch the pin, apply, revert, status, export, verify, radar.
+
+Concepts, guarantees and every exit code: docs/SERIES.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from q4kit import exit_codes
+from q4kit.errors import Q4Error, UsageError
+from q4kit.series import base, export, installed, manifest, render, state, targets, worktree
+
+
+def progress(line: str) -> None:
+    """Print one progress line; stderr keeps stdout clean for --json."""
+    print(f"series: {line}", file=sys.stderr, flush=True)
+
+
+def emit(args: argparse.Namespace, text: str, data: Any) -> None:
+    """Print the result as text, or as JSON with --json."""
+    print(json.dumps(data, indent=2, default=_plain) if args.json else text)
+
+
+def _plain(value: Any) -> Any:
+    if hasattr(value, "__dataclass_fields__"):
+        return {name: getattr(value, name) for name in value.__dataclass_fields__}
+    return str(value)
+
+
+def target_of(args: argparse.Namespace) -> targets.Target:
+    """Return the work tree or installed package that the command line names."""
+    if args.installed == (args.target is not None):
+        raise UsageError(
+            "name a work tree or --installed, one of the two", remedy=f"series.py {args.command} --help"
+        )
+    if args.installed:
+        return targets.installed_target(args.python, args.series.base.package)
+    return targets.work_tree(args.target)
+
+
+def cmd_fetch(args: argparse.Namespace) -> int:
+    dest = (
+        args.dest
+        or base.wheel.cache_dir() / f"base-{args.series.base.version}-{base.wheel.python_tag(args.python)}"
+    )
+    path = base.fetch(args.series, dest, python=args.python, source=args.source, progress=progress)
+    emit(
+        args,
+        f"{path}: SGLang {args.series.base.version}; PYTHONPATH={path}/{base.PREFIX} runs it",
+        {"path": path},
+    )
+    return exit_codes.HOLDS
+
+
+def cmd_apply(args: argparse.Namespace) -> int:
+    target = target_of(args)
+    if isinstance(target, targets.InstalledTarget):
+        result = installed.apply(target, series=args.series, to=args.to, progress=progress)
+    else:
+        result = worktree.apply(target.root, series=args.series, to=args.to, progress=progress)
+    emit(args, render.change(result, "apply"), result)
+    return exit_codes.HOLDS
+
+
+def cmd_revert(args: argparse.Namespace) -> int:
+    target = target_of(args)
+    if isinstance(target, targets.InstalledTarget):
+        result = installed.revert(target, series=args.series, progress=progress)
+    else:
+        result = worktree.revert(target.root, series=args.series, progress=progress)
+    emit(args, render.change(result, "revert"), result)
+    return exit_codes.HOLDS
+
+
+def cmd_status(args: argparse.Namespace) -> int:
+    found = state.status(target_of(args), series=args.series)
+    emit(args, render.state(found), found.to_json())
+    return found.exit_code
+
+
+def cmd_tree(args: argparse.Namespace) -> int:
+    to = args.series.check_prefix(args.to)
+    path = base.tree_at(to, series=args.series, python=args.python, dest=args.dest, progress=progress)
+    emit(args, f"{path}: prefix {to}; PYTHONPATH={path}/{base.PREFIX} runs it", {"path": path, "prefix": to})
+    return exit_codes.HOLDS
+
+
+def cmd_export(args: argparse.Namespace) -> int:
+    result = export.export(
+        args.worktree,
+        series=args.series,
+        base=args.base,
+        mode=args.command,
+        allow_fewer=getattr(args, "allow_fewer", False),
+        progress=progress,
+    )
+    emit(args, render.exported(result), result)
+    return exit_codes.HOLDS
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command line."""
+    top = argparse.ArgumentParser(prog="series.py", description=__doc__.split("\n")[0])
+    sub = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def command(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+        made = sub.add_parser(name, help=text, description=text)
+        made.add_argument("--json", action="store_true", help="print the result as JSON on stdout")
+        made.set_defaults(run=run)
+        return made
+
+    def python(made: argparse.ArgumentParser, text: str) -> None:
+        made.add_argument("--python", default=sys.executable, metavar="PY", help=text)
+
+    made = command(
+        "fetch", cmd_fetch, "make a git work tree of the pin from the wheel, or from a clone at the tag"
+    )
+    made.add_argument(
+        "dest", nargs="?", type=Path, metavar="DEST", help="folder to make (default: in the cache)"
+    )
+    made.add_argument(
+        "--from", dest="source", type=Path, metavar="CLONE", help="a clone at the tag, shallow or not"
+    )
+    python(made, "interpreter whose compiled extensions to put in (default: this one)")
+
+    for name, run, text in (
+        ("apply", cmd_apply, "bring a work tree or an installed package to a prefix of the series"),
+        ("revert", cmd_revert, "bring it byte-for-byte back to the pin"),
+        (
+            "status",
+            cmd_status,
+            "say which of clean (exit 10), applied (11), absorbed (12), drifted (13) it is",
+        ),
+    ):
+        made = command(name, run, text)
+        made.add_argument("target", nargs="?", type=Path, metavar="WORKTREE", help="root of a git work tree")
+        made.add_argument(
+            "--installed", action="store_true", help="the package installed in an environment instead"
+        )
+        python(made, "that environment's interpreter (default: this one)")
+        if name == "apply":
+            made.add_argument("--to", type=int, metavar="K", help="number of patches (default: all)")
+
+    made = command("tree", cmd_tree, "make a runnable tree at a prefix, compiled extensions included")
+    made.add_argument("--to", type=int, metavar="K", help="number of patches (default: all)")
+    made.add_argument(
+        "dest", nargs="?", type=Path, metavar="DEST", help="folder to make (default: kept in the cache)"
+    )
+    python(made, "interpreter that will run it (default: this one)")
+
+    for name, text in (
+        ("export", "write the patch files and series.toml from the commits of a work tree"),
+        ("new", "append the new commits of a work tree; the recorded patches must not change"),
+        ("refresh", "export, with the range-diff and the patch counts before and after"),
+    ):
+        made = command(name, cmd_export, text)
+        made.add_argument("worktree", type=Path, metavar="WORKTREE")
+        made.add_argument("--base", metavar="REV", help="commit of the pin (default: found by its content)")
+        if name == "refresh":
+            made.add_argument("--allow-fewer", action="store_true", help="let the number of patches go down")
+    return top
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    args = parser().parse_args(argv)
+    try:
+        args.series = manifest.load()
+        return int(args.run(args))
+    except Q4Error as exc:
+        print(exc.render(), file=sys.stderr)
+        return exc.exit_code
+    except KeyboardInterrupt:
+        print("error: interrupted; `status` says what state things are in", file=sys.stderr)
+        return exit_codes.INTERRUPTED
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
