@@ -1,0 +1,1 @@
+"""The ledger of published numbers and the check that documents quote it faithfully."""

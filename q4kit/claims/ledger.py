@@ -1,0 +1,117 @@
+"""`results/claims.toml`: every quoted number with its source, conditions and raw file. Parsing and validation."""
+
+from __future__ import annotations
+
+import math
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from q4kit.errors import UsageError
+
+ID_PATTERN = re.compile(r"[a-z0-9][a-z0-9.-]*[a-z0-9]")
+HIGHER_IS_BETTER = {"pp": True, "tg": True, "throughput": True, "accept_length": True, "ttft": False, "tpot": False}
+"""Metrics that `bench_speed.py verify` can measure, and their direction."""
+
+_KNOWN = {
+    "id", "owner", "statement", "value", "high", "unit", "metric", "source", "url", "base", "gpu", "n", "sd",
+    "margin", "flags", "conditions", "raw", "sha256", "pointer", "campaign", "scale", "note",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One number. `owner` is `ours` (has a raw file) or `theirs` (has a source to cite).
+
+    `value` and `high` bound a published range (equal for a single number), in `unit`. `pointer` is the RFC 6901
+    JSON pointer of the number in the raw file, multiplied by `scale` (1000 turns seconds into ms).
+    """
+
+    id: str
+    owner: str
+    statement: str
+    value: float
+    high: float
+    unit: str
+    source: str
+    base: str
+    metric: str = ""
+    url: str = ""
+    gpu: str = ""
+    n: int | None = None
+    sd: float | None = None
+    margin: float | None = None
+    flags: tuple[str, ...] = ()
+    conditions: Mapping[str, Any] = field(default_factory=dict)
+    raw: str = ""
+    sha256: str = ""
+    pointer: str = ""
+    campaign: str = ""
+    scale: float = 1.0
+    note: str = ""
+
+    @property
+    def ours(self) -> bool:
+        return self.owner == "ours"
+
+
+def load(path: Path) -> dict[str, Claim]:
+    """Return the claims of a ledger by id.
+
+    Raises:
+        UsageError: the file is missing, is not TOML, or an entry is incomplete; the entry is named.
+    """
+    try:
+        data = tomllib.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise UsageError(f"no ledger at {path.name}", remedy="name it with --ledger") from error
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"{path.name} is not TOML: {error}") from error
+    return parse(data)
+
+
+def parse(data: Mapping[str, Any]) -> dict[str, Claim]:
+    """Return the claims of a decoded ledger by id; see `load`."""
+    if data.get("schema") != 1:
+        raise UsageError(f"ledger schema is {data.get('schema')!r}, expected 1")
+    claims: dict[str, Claim] = {}
+    for number, entry in enumerate(data.get("claim", []), 1):
+        claim = _claim(entry, f"claim {entry.get('id', f'number {number}')!r}")
+        if claim.id in claims:
+            raise UsageError(f"claim {claim.id!r} occurs twice", remedy="ids are for ever: give the newer one a new id")
+        claims[claim.id] = claim
+    return claims
+
+
+def _claim(entry: Mapping[str, Any], name: str) -> Claim:
+    unknown = set(entry) - _KNOWN
+    if unknown:
+        raise UsageError(f"{name}: unknown field {sorted(unknown)[0]!r}", remedy=f"known: {', '.join(sorted(_KNOWN))}")
+    for key in ("id", "owner", "statement", "value", "unit", "base"):
+        if key not in entry:
+            raise UsageError(f"{name}: {key!r} is missing")
+    if not ID_PATTERN.fullmatch(str(entry["id"])):
+        raise UsageError(f"{name}: an id is lower-case letters, digits, dots and hyphens")
+    if entry["owner"] not in ("ours", "theirs"):
+        raise UsageError(f"{name}: owner must be 'ours' or 'theirs', found {entry['owner']!r}")
+    needed = ("raw", "sha256", "pointer", "campaign") if entry["owner"] == "ours" else ("source",)
+    for key in needed:
+        if not entry.get(key):
+            raise UsageError(f"{name}: a number of {entry['owner']} needs {key!r}")
+    if entry.get("metric") and entry["metric"] not in HIGHER_IS_BETTER:
+        raise UsageError(
+            f"{name}: metric {entry['metric']!r} is unknown, expected one of {', '.join(HIGHER_IS_BETTER)}"
+        )
+    value, high = float(entry["value"]), float(entry.get("high", entry["value"]))
+    if not (math.isfinite(value) and math.isfinite(high) and value <= high):
+        raise UsageError(f"{name}: needs finite value <= high, found {value} and {high}")
+    margin = entry.get("margin")
+    if margin is not None and not 0 < margin < 1:
+        raise UsageError(f"{name}: margin must lie between 0 and 1 (0.03 = 3 %), found {margin}")
+    fields = {k: v for k, v in entry.items() if k not in ("value", "high", "flags", "source")}
+    return Claim(
+        **fields, value=value, high=high, flags=tuple(entry.get("flags", ())), source=str(entry.get("source", ""))
+    )
