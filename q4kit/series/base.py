@@ -90,17 +90,12 @@ def _from_clone(base: Base, work: Path, source: Path, progress: Progress) -> Non
     if not source.is_dir():
         raise UsageError(f"{source}: no such folder", remedy="name a clone of SGLang at the tag")
     rev = "HEAD"
-    if (
-        git.run(["rev-parse", "-q", "--verify", f"{base.tag}^{{commit}}"], source, check=False).returncode
-        == 0
-    ):
+    if git.run(["rev-parse", "-q", "--verify", f"{base.tag}^{{commit}}"], source, check=False).returncode == 0:
         rev = base.tag
     commit = git.out(["rev-parse", f"{rev}^{{commit}}"], source)
     mismatch = wrong_base(base, git.entries(source, commit, sorted(base.files)))
     if mismatch:
-        raise UsageError(
-            f"{source} ({rev}): {mismatch}", remedy=f"check out {base.tag} there, or fetch the wheel"
-        )
+        raise UsageError(f"{source} ({rev}): {mismatch}", remedy=f"check out {base.tag} there, or fetch the wheel")
     progress(f"copying {commit[:12]} ({rev}) from {source}")
     git.run(["init", "-q", "--template=", "-b", "base"], work)
     (work / ".git" / "info").mkdir(exist_ok=True)
@@ -127,9 +122,7 @@ def _check_existing(series: Series, dest: Path) -> None:
         raise UsageError(f"{dest}: not empty and not made by fetch", remedy="name a new folder")
     mismatch = wrong_base(series.base, git.entries(dest, BASE_REF, series.touched))
     if mismatch:
-        raise UsageError(
-            f"{dest}: fetched for another pin: {mismatch}", remedy="remove the folder and fetch again"
-        )
+        raise UsageError(f"{dest}: fetched for another pin: {mismatch}", remedy="remove the folder and fetch again")
 
 
 @contextmanager
@@ -151,9 +144,7 @@ def cached_base(
     cache = cache or wheel.cache_dir()
     tag = wheel.python_tag(python)
     with _locked(cache / f"base-{tag}.lock"):
-        return fetch(
-            series, cache / f"base-{series.base.version}-{tag}", cache=cache, python=python, progress=progress
-        )
+        return fetch(series, cache / f"base-{series.base.version}-{tag}", cache=cache, python=python, progress=progress)
 
 
 def tree_at(
@@ -182,15 +173,11 @@ def tree_at(
     with _locked(cache / f"base-{tag}.lock"):
         if path.exists() and not (dest and not any(path.iterdir())):
             found = state.status(path, series=series) if (path / ".git").exists() else None
-            intact = (
-                found and found.state in ("clean", "applied") and found.prefix == k and not _modified(path)
-            )
+            intact = found and found.state in ("clean", "applied") and found.prefix == k and not _modified(path)
             if intact:
                 return path
             if dest:
-                raise UsageError(
-                    f"{path}: exists and is not prefix {k}", remedy="remove it or name another folder"
-                )
+                raise UsageError(f"{path}: exists and is not prefix {k}", remedy="remove it or name another folder")
             progress(f"{path.name}: changed since it was made, making it again")
             shutil.rmtree(path)
         git.run(["worktree", "prune"], repo)

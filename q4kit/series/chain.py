@@ -33,9 +33,7 @@ def prefixes(base: Mapping[str, Entry | None], patches: Sequence[Patch]) -> list
                 raise ChainError(patch.name, diff.path, diff.old_blob, "no entry in [base.files]")
             before = state.get(diff.path)
             if diff.old_blob != (before.blob if before else ABSENT):
-                raise ChainError(
-                    patch.name, diff.path, diff.old_blob, before.blob if before else "an absent file"
-                )
+                raise ChainError(patch.name, diff.path, diff.old_blob, before.blob if before else "an absent file")
             if before and diff.old_mode != before.mode:
                 raise ChainError(patch.name, diff.path, f"mode {diff.old_mode}", f"mode {before.mode}")
             if diff.new_blob == ABSENT:

@@ -56,13 +56,9 @@ def find_base(series: Series, root: Path, rev: str | None) -> str:
         commit = done.stdout.decode().strip()
         mismatch = wrong_base(series.base, git.entries(root, commit, series.touched))
         if mismatch:
-            raise UsageError(
-                f"{root}: base {name}: {mismatch}", remedy="name the commit of the pin with --base REV"
-            )
+            raise UsageError(f"{root}: base {name}: {mismatch}", remedy="name the commit of the pin with --base REV")
         if git.run(["merge-base", "--is-ancestor", commit, "HEAD"], root, check=False).returncode != 0:
-            raise UsageError(
-                f"{root}: base {name} is not an ancestor of HEAD", remedy="rebase the commits onto it"
-            )
+            raise UsageError(f"{root}: base {name} is not an ancestor of HEAD", remedy="rebase the commits onto it")
         if git.out(["rev-list", "--min-parents=2", f"{commit}..HEAD"], root):
             raise UsageError(f"{root}: merge commits above the base", remedy="rebase: a series is linear")
         return commit
@@ -91,9 +87,7 @@ def export(
     series = series or manifest.load()
     root = work_tree(path).root
     if git.out(["status", "--porcelain", "--untracked-files=no"], root):
-        raise UsageError(
-            f"{root}: uncommitted changes", remedy="commit or stash them: only commits are exported"
-        )
+        raise UsageError(f"{root}: uncommitted changes", remedy="commit or stash them: only commits are exported")
     start = find_base(series, root, base)
     files = format_patches(root, start)
     if not files and not series.entries:
@@ -127,9 +121,7 @@ def export(
 def _only_appends(series: Series, files: Mapping[str, bytes]) -> None:
     for entry in series.entries:
         if entry.file not in files:
-            raise UsageError(
-                f"{entry.file} is not among the commits", remedy="use `refresh` to change the series"
-            )
+            raise UsageError(f"{entry.file} is not among the commits", remedy="use `refresh` to change the series")
         if files[entry.file] != series.path(entry).read_bytes():
             raise UsageError(f"{entry.file} would change", remedy="use `refresh` to change the series")
     if len(files) == series.length:
@@ -168,9 +160,7 @@ def _round_trip(files: Mapping[str, bytes], against: Path) -> None:
             ]
             done = git.run(["am", *options, Path(tmp) / name], box, check=False)
             if done.returncode != 0:
-                raise EnvironmentFault(
-                    f"{name} does not apply to the pin: {done.stderr.decode(errors='replace')}"
-                )
+                raise EnvironmentFault(f"{name} does not apply to the pin: {done.stderr.decode(errors='replace')}")
         again = format_patches(box, BASE_REF)
         for name, data in files.items():
             if again.get(name) != data:
@@ -226,7 +216,7 @@ def _document(
     for patch, tree in zip(patches, trees[1:], strict=True):
         table = old.pop(patch.subject, None)
         if table is None:
-            table = _new_table(patch)
+            table = _new_table(patch, series.root)
             warnings.append(f"{patch.name}: new in {MANIFEST}: fill in adds, depends and tests")
         computed: dict[str, Any] = {
             "file": patch.name,
@@ -266,9 +256,9 @@ def _copy(table: Table) -> Table:
     return fresh
 
 
-def _new_table(patch: Patch) -> Table:
-    number = patch.name[:4]
-    found = sorted(p.relative_to(manifest.REPO_ROOT).as_posix() for p in _tests(number))
+def _new_table(patch: Patch, root: Path) -> Table:
+    tests = root / "tests" / "patches"
+    found = sorted(p.relative_to(root).as_posix() for p in tests.glob(f"test_{patch.name[:4]}_*.py"))
     table = tomlkit.table()
     for key in ("file", "sha256", "subject"):
         table[key] = ""
@@ -278,10 +268,6 @@ def _new_table(patch: Patch) -> Table:
     table["depends"] = tomlkit.array()
     table["tests"] = _list(found)
     return table
-
-
-def _tests(number: str) -> list[Path]:
-    return list((manifest.REPO_ROOT / "tests" / "patches").glob(f"test_{number}_*.py"))
 
 
 def _list(values: list[str]) -> Any:

@@ -62,13 +62,9 @@ def nearest(lines: Sequence[str], block: Sequence[str], around: int) -> int:
     if best[0][0] == 0:  # no line in common: compare letters near the recorded place
         best = sorted(scored, key=lambda row: row[1])[:64]
         text = "\n".join(block)
-        ratio = {
-            s: difflib.SequenceMatcher(None, text, "\n".join(lines[s : s + size])).ratio() for *_, s in best
-        }
+        ratio = {s: difflib.SequenceMatcher(None, text, "\n".join(lines[s : s + size])).ratio() for *_, s in best}
     else:
-        ratio = {
-            s: difflib.SequenceMatcher(None, list(block), list(lines[s : s + size])).ratio() for *_, s in best
-        }
+        ratio = {s: difflib.SequenceMatcher(None, list(block), list(lines[s : s + size])).ratio() for *_, s in best}
     return max(best, key=lambda row: (ratio[row[2]], -row[1]))[2]
 
 

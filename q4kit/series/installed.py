@@ -112,9 +112,7 @@ def _blob(path: Path) -> str | None:
 # --- apply -----------------------------------------------------------------------------------------------------
 
 
-def _apply(
-    target: InstalledTarget, series: Series, to: int, known: Record | None, progress: Progress
-) -> None:
+def _apply(target: InstalledTarget, series: Series, to: int, known: Record | None, progress: Progress) -> None:
     fresh = known is None
     try:
         record, staged = _prepare(target, series, to, known, progress)
@@ -179,16 +177,12 @@ def build(series: Series, to: int, originals: Mapping[str, bytes]) -> dict[str, 
         for entry in series.entries[:to]:
             done, _, said = box.apply(series.path(entry))
             if not done:
-                raise EnvironmentFault(
-                    f"git apply {entry.file} failed: {said.decode(errors='replace').strip()}"
-                )
+                raise EnvironmentFault(f"git apply {entry.file} failed: {said.decode(errors='replace').strip()}")
             for path in entry.files:
                 data, expected = box.read(path), series.prefixes[entry.number].get(path)
                 found = None if data is None else blob_id(data)
                 if found != (expected.blob if expected else None):
-                    raise EnvironmentFault(
-                        f"{entry.file}: {path}: blob {found} after it, expected {expected}"
-                    )
+                    raise EnvironmentFault(f"{entry.file}: {path}: blob {found} after it, expected {expected}")
         return {p: data for p in series.prefixes[to] if (data := box.read(p)) is not None}
 
 
@@ -267,13 +261,10 @@ def _replace(
             os.replace(staged[f.path], path)
         if before[f.path] != f.blob:
             _drop_bytecode(path)
-            if path.parent.is_dir():
-                journal.fsync_dir(path.parent)
+    _sync_folders(target, record)
     for f in record.files:
         if (blob := _blob(target.file(f.path))) != f.blob:
-            raise OSError(
-                errno.EIO, f"blob {blob} after writing, expected {f.blob}", str(target.file(f.path))
-            )
+            raise OSError(errno.EIO, f"blob {blob} after writing, expected {f.blob}", str(target.file(f.path)))
 
 
 # --- revert ----------------------------------------------------------------------------------------------------
@@ -329,8 +320,7 @@ def _restore(target: InstalledTarget, record: Record) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             os.replace(target.state_dir / "saved" / f.saved_name, path)
         _drop_bytecode(path)
-        if path.parent.is_dir():
-            journal.fsync_dir(path.parent)
+    _sync_folders(target, record)
     for folder in reversed(record.created_dirs):
         for place in (target.file(folder) / "__pycache__", target.file(folder)):
             try:
@@ -350,6 +340,13 @@ def _restore(target: InstalledTarget, record: Record) -> None:
 
 def _staging(target: InstalledTarget) -> Path:
     return target.state_dir / "staged"
+
+
+def _sync_folders(target: InstalledTarget, record: Record) -> None:
+    """Make the renames durable before what says that they are done."""
+    for folder in sorted({target.file(f.path).parent for f in record.files}):
+        if folder.is_dir():
+            journal.fsync_dir(folder)
 
 
 def _missing_dirs(target: InstalledTarget, series: Series) -> tuple[str, ...]:

@@ -70,9 +70,7 @@ class Interrupted:
 
 def series_id(series: Series) -> str:
     """Return the id of the series' content: a hash over the hashes of its patches and the pre-images."""
-    text = [e.sha256 for e in series.entries] + [
-        f"{p} {e.blob if e else '-'}" for p, e in series.base.files.items()
-    ]
+    text = [e.sha256 for e in series.entries] + [f"{p} {e.blob if e else '-'}" for p, e in series.base.files.items()]
     return hashlib.sha256("\n".join(text).encode()).hexdigest()
 
 
@@ -191,9 +189,7 @@ def interrupted(target: Target, found: Mapping[str, Entry]) -> Interrupted | Non
             new = f.blob if journal.op == "apply" else f.pin
             old = journal.before.get(f.path)
             if new != old:
-                sides.append(
-                    f"{f.path}: {'written' if blob == new else 'not yet written' if blob == old else 'other'}"
-                )
+                sides.append(f"{f.path}: {'written' if blob == new else 'not yet written' if blob == old else 'other'}")
         op = journal.op
         files = tuple(sides)
     else:
@@ -203,9 +199,7 @@ def interrupted(target: Target, found: Mapping[str, Entry]) -> Interrupted | Non
             busy = [n for n in ("rebase-apply", "rebase-merge", "MERGE_HEAD") if (folder / n).exists()]
             if not busy:
                 return None
-            return Interrupted(
-                f"git is in the middle of something else ({busy[0]}): finish or abort it first", ()
-            )
+            return Interrupted(f"git is in the middle of something else ({busy[0]}): finish or abort it first", ())
         op = marker["op"]
         files = tuple(p for p in marker.get("files", []))
     if _busy(target):

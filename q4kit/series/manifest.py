@@ -21,9 +21,7 @@ REPO_ROOT = Path(__file__).resolve().parents[2]
 MANIFEST = "series.toml"
 SCHEMA = 1
 
-STATUS = re.compile(
-    r"^(Submitted|Pending|Backport|Denied|Inactive-Upstream|Inappropriate) \[[^\[\]]*\S[^\[\]]*\]$"
-)
+STATUS = re.compile(r"^(Submitted|Pending|Backport|Denied|Inactive-Upstream|Inappropriate) \[[^\[\]]*\S[^\[\]]*\]$")
 """OpenEmbedded's vocabulary of ``Upstream-Status``; unlike there, the bracketed reason is always required."""
 
 _FILE = re.compile(r"^\d{4}-[A-Za-z0-9._-]+\.patch$")
@@ -97,6 +95,11 @@ class Series:
         return len(self.entries)
 
     @property
+    def root(self) -> Path:
+        """The repository that holds the series, whose tests the entries name."""
+        return self.folder.parents[1]
+
+    @property
     def touched(self) -> list[str]:
         """Every file that some patch touches, sorted."""
         return sorted(self.base.files)
@@ -135,9 +138,7 @@ class Series:
         if to is None:
             return self.length
         if not 0 <= to <= self.length:
-            raise UsageError(
-                f"prefix {to} does not exist", remedy=f"choose 0 (the pin) to {self.length} (all patches)"
-            )
+            raise UsageError(f"prefix {to} does not exist", remedy=f"choose 0 (the pin) to {self.length} (all patches)")
         return to
 
 
@@ -151,9 +152,7 @@ def load(folder: Path | None = None) -> Series:
     try:
         doc = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise UsageError(
-            f"{path} does not exist", remedy="run from a checkout, or point $Q4_SERIES at it"
-        ) from None
+        raise UsageError(f"{path} does not exist", remedy="run from a checkout, or point $Q4_SERIES at it") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:
         raise UsageError(f"{path}: not valid TOML: {exc}") from None
     read = _Reader(path)

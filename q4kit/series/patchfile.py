@@ -94,9 +94,7 @@ def parse_patch(name: str, data: bytes) -> Patch:
     """Return the parsed patch; raises PatchSyntaxError naming the file, the line and what is wrong there."""
     if b"\r\n" in data:
         at = data[: data.index(b"\r\n")].count(b"\n") + 1
-        raise PatchSyntaxError(
-            name, at, "line ends in CRLF, expected LF (a checkout with core.autocrlf does this)"
-        )
+        raise PatchSyntaxError(name, at, "line ends in CRLF, expected LF (a checkout with core.autocrlf does this)")
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as exc:
@@ -164,6 +162,9 @@ class _Parser:
             if wanted not in found:
                 raise self.fail(f"mail header {wanted} is missing")
             found[wanted] = str(email.header.make_header(email.header.decode_header(found[wanted])))
+        prefix, bracket, found["Subject"] = found["Subject"].partition("[PATCH] ")
+        if prefix or not bracket:
+            raise self.fail("expected `Subject: [PATCH] ...` without n/m (git format-patch -N)")
         self.pos += 1
         return found
 
@@ -190,11 +191,7 @@ class _Parser:
         new_mode: str | None = None
         added = deleted = False
         blobs: tuple[str, str] | None = None
-        while (
-            self.line is not None
-            and not self.line.startswith(("--- ", "diff --git ", "@@ "))
-            and self.line != ""
-        ):
+        while self.line is not None and not self.line.startswith(("--- ", "diff --git ", "@@ ")) and self.line != "":
             line = self.line
             if line.startswith(_UNSUPPORTED):
                 raise self.fail(f"renames, copies and binary files are not supported: {line!r}")
@@ -239,9 +236,7 @@ class _Parser:
             while old_left > 0 or new_left > 0:
                 line = self.line
                 if line is None or not line or line[0] not in " +-\\":
-                    raise self.fail(
-                        f"{path}: hunk {len(hunks) + 1} ends early, the patch is truncated or edited"
-                    )
+                    raise self.fail(f"{path}: hunk {len(hunks) + 1} ends early, the patch is truncated or edited")
                 if line[0] != "\\":
                     old_left -= line[0] in " -"
                     new_left -= line[0] in " +"

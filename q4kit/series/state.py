@@ -78,9 +78,7 @@ def status(target: Target | Path | str, *, series: Series | None = None) -> Seri
     }
     interrupted = journal.interrupted(target, found)
     if interrupted is not None:
-        return SeriesStatus(
-            "drifted", NO_PREFIX, reason=interrupted.reason, interrupted=interrupted.files, **common
-        )
+        return SeriesStatus("drifted", NO_PREFIX, reason=interrupted.reason, interrupted=interrupted.files, **common)
     other_version = isinstance(target, InstalledTarget) and target.version != series.base.version
     if prefix is not None and not other_version:
         notes = _notes(target, series, prefix)
@@ -118,9 +116,7 @@ def _difference(target: Target, series: Series, found: dict[str, Entry]) -> str:
         entry = found.get(path)
         if (entry and entry.blob) != (expected and expected.blob):
             blob = entry.blob if entry else "absent"
-            return (
-                f"{path}: blob {blob}, expected {expected.blob if expected else 'absent'} (every patch fits)"
-            )
+            return f"{path}: blob {blob}, expected {expected.blob if expected else 'absent'} (every patch fits)"
     raise UsageError("no touched file differs from the pin, yet it matches no prefix")  # pragma: no cover
 
 

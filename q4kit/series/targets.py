@@ -64,9 +64,7 @@ def work_tree(path: Path | str) -> WorkTree:
     done = git.run(["rev-parse", "--show-toplevel"], root, check=False)
     top = done.stdout.decode().strip()
     if done.returncode != 0:
-        raise UsageError(
-            f"{root}: not a git work tree", remedy="tools/series.py fetch makes one; or use --installed"
-        )
+        raise UsageError(f"{root}: not a git work tree", remedy="tools/series.py fetch makes one; or use --installed")
     if Path(top).resolve() != root.resolve():
         raise UsageError(f"{root}: lies inside the work tree {top}", remedy=f"name {top}, or use --installed")
     return WorkTree(root)

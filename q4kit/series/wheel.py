@@ -32,9 +32,7 @@ def python_tag(python: str | Path = sys.executable) -> str:
         return f"cp{sys.version_info.major}{sys.version_info.minor}"
     code = "import sys; print('cp%d%d' % sys.version_info[:2])"
     try:
-        done = subprocess.run(
-            [str(python), "-I", "-c", code], capture_output=True, text=True, timeout=60, check=True
-        )
+        done = subprocess.run([str(python), "-I", "-c", code], capture_output=True, text=True, timeout=60, check=True)
     except (OSError, subprocess.SubprocessError) as exc:
         raise UsageError(f"{python}: not a usable Python interpreter: {exc}") from None
     return done.stdout.strip()
@@ -103,9 +101,7 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(f, "sha256").hexdigest()
 
 
-def extract(
-    wheel: Path, package: str, into: Path, keep: Callable[[str], bool] = lambda _: True
-) -> list[Path]:
+def extract(wheel: Path, package: str, into: Path, keep: Callable[[str], bool] = lambda _: True) -> list[Path]:
     """Unpack ``package/`` of a wheel below ``into`` with its executable bits; returns the files written.
 
     ``keep`` selects by the name inside the wheel.

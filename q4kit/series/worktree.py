@@ -60,9 +60,7 @@ def _move(target: WorkTree, series: Series, to: int, op: str, progress: Progress
         if state.dirty_files(target, series.touched):
             raise _refusal(target, series, found)
         if git.run(["diff", "--cached", "--quiet"], target.root, check=False).returncode != 0:
-            raise UsageError(
-                f"{target.root}: the index holds staged changes", remedy="commit or `git reset` them"
-            )
+            raise UsageError(f"{target.root}: the index holds staged changes", remedy="commit or `git reset` them")
         if to < found.prefix:
             rev = _below(target, series, found.prefix, to)
         head = git.out(["rev-parse", "HEAD"], target.root)

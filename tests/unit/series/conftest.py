@@ -10,7 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from world import World, install, make_wheel, make_world, source_files
+from world import SERIES, World, install, make_wheel, make_world, source_files
 
 from q4kit.series import manifest
 from q4kit.series.targets import InstalledTarget
@@ -25,9 +25,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> World:
 @pytest.fixture
 def world(made: World, tmp_path: Path) -> World:
     """A world of one's own: copies of the series and the work tree."""
-    for name in ("base", "work", "series"):
+    for name in ("base", "work", "repo"):
         shutil.copytree(made.root / name, tmp_path / name)
-    return World(tmp_path, tmp_path / "base", tmp_path / "work", manifest.load(tmp_path / "series"))
+    return World(tmp_path, tmp_path / "base", tmp_path / "work", manifest.load(tmp_path / SERIES))
 
 
 @pytest.fixture(scope="session")

@@ -16,6 +16,7 @@ from q4kit.series.targets import InstalledTarget
 
 PACKAGE = "q4demo"
 VERSION = "1.2.3"
+SERIES = "repo/upstream/series-q4head"
 BODY = "\n".join(f"def f{i}(x):\n    return x + {i}\n" for i in range(30))
 
 AUTHOR = {
@@ -142,8 +143,8 @@ def make_world(root: Path) -> World:
     write_files(pin / "python", source_files())
     commit_id = base.commit_base(pin, PACKAGE, VERSION)
     tree_id = git.out(["rev-parse", "HEAD^{tree}"], pin)
-    folder = root / "series"
-    folder.mkdir()
+    folder = root / SERIES
+    folder.mkdir(parents=True)
     (folder / manifest.MANIFEST).write_text(
         f'# a comment that stays\nschema = 1\n\n[base]\nurl = "https://example.org/q4demo"\ntag = "v{VERSION}"\n'
         f'package = "{PACKAGE}"\nversion = "{VERSION}"\ncommit = "{commit_id}"\ntree = "{tree_id}"\n\n'
