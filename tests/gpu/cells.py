@@ -40,7 +40,7 @@ class Cell:
     """"same": answers equal the reference; "reference"; "refused": a clear error at start; "fails": stock's failure."""
 
     def server_args(self, offload_gb: dict[tuple[str, str], int]) -> list[str]:
-        """Return the SGLang arguments; `offload_gb` maps (model, budget) to whole GB, as --cpu-offload-gb takes them."""
+        """Return the SGLang arguments; `offload_gb`: (model, budget) -> whole GB, the unit of --cpu-offload-gb."""
         args = [*GRAPH_ARGS[self.graph], *PLE_ARGS[self.ple]]
         gigabytes = offload_gb[self.model, self.budget]
         if gigabytes:
