@@ -37,11 +37,8 @@ Step = tuple[float, bytes]
 """Wait this many seconds, then these bytes arrive."""
 
 
-class Broken(Exception):
-    """A step that cuts the connection."""
-
-
 BREAK = b"\x00cut"
+"""A step with these bytes cuts the connection."""
 
 
 class _Raw:

@@ -8,10 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests.fakes.adversary import BREAK, DONE, Adversary, Reply, StreamScript, sse
 
 from q4kit.bench.accounting import Counting, Expectation, Refusal, StreamSample
 from q4kit.bench.runner import BrokenStreamError, one_chat, one_request
+from tests.fakes.adversary import BREAK, DONE, Adversary, Reply, StreamScript, sse
 
 PROMPT = list(range(1, 102))
 
