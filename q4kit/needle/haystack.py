@@ -51,6 +51,7 @@ class Haystack:
     ids: tuple[int, ...]
     spare: tuple[int, ...]
     length: int
+    reserve: int
     hidden: tuple[Hidden, ...]
     frame: Frame
 
@@ -117,7 +118,7 @@ def build(
 ) -> Haystack:
     """Return the haystack of a plan; with `remove_wanted` each wanted needle is replaced by as many filler tokens.
 
-    `reserve` tokens are kept free at the end for a forced answer, so that it too stays within `plan.length`.
+    A forced answer of up to `reserve` tokens stays within `plan.length` too: its prompt is that much shorter.
 
     Raises:
         UsageError: the needles do not fit, or a code or key is not unique in the decoded prompt.
@@ -127,7 +128,7 @@ def build(
     tails = [len(tail_ids(tokenizer, mode, p.needle.key, frame, answering=True)) for p in plan.wanted]
     total = sum(len(s) for s in sentences.values())
     body = plan.length - len(frame.before) - max(tails) - total - reserve
-    slack = max(tails)
+    slack = max(tails) + reserve
     if body < 4 * total:
         raise UsageError(
             f"{len(placed)} needles ({total} tokens) do not fit a prompt of {plan.length} tokens",
@@ -141,13 +142,16 @@ def build(
     present = [h.needle for h in hidden if not (remove_wanted and h.wanted)]
     absent = [h.needle for h in hidden if remove_wanted and h.wanted]
     assert_unique(decoded, present, absent=absent)
-    return Haystack(whole, tuple(spare), plan.length - reserve, hidden, frame)
+    return Haystack(whole, tuple(spare), plan.length, reserve, hidden, frame)
 
 
 def ask(tokenizer: Tokenizer, hay: Haystack, mode: Mode, key: str, *, answering: bool = False) -> list[int]:
-    """Return the prompt for one question, of exactly `hay.length` ids: haystack, padding text, question."""
+    """Return the prompt for one question: haystack, padding text, question.
+
+    It has exactly `hay.length` ids, or `hay.reserve` fewer when an answer will be forced after it.
+    """
     tail = tail_ids(tokenizer, mode, key, hay.frame, answering=answering)
-    gap = hay.length - len(hay.ids) - len(tail)
+    gap = hay.length - (hay.reserve if answering else 0) - len(hay.ids) - len(tail)
     if not 0 <= gap <= len(hay.spare):
         raise UsageError(f"a question of {len(tail)} tokens leaves a gap of {gap} tokens, 0..{len(hay.spare)} allowed")
     return [*hay.ids, *hay.spare[:gap], *tail]
