@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import requests
 
 from q4kit.errors import ServerError
 from q4kit.needle import plot, render
