@@ -1,0 +1,8 @@
+"""Random Qwen4-Exp checkpoints in the published on-disk layout, for tests and benchmarks without a
+download.
+"""
+
+from q4kit.tinymodel.generate import Generated, generate
+from q4kit.tinymodel.options import PRESETS, Options
+
+__all__ = ["PRESETS", "Generated", "Options", "generate"]
