@@ -1,0 +1,358 @@
+"""Start, watch and stop a real `sglang.launch_server` on loopback."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, Self
+
+import requests
+
+from q4kit.errors import ServerError, UsageError
+
+Device = Literal["cpu", "cuda"]
+Progress = Callable[[float, str], None]
+"""Called about once a second while a server starts: seconds since the start, last line of its log."""
+
+CPU_ENV: Mapping[str, str] = {
+    "SGLANG_PLATFORM": "cpu_ref",
+    "TORCHDYNAMO_DISABLE": "1",  # inductor would need a compiler and changes the bf16 results
+    "CUDA_VISIBLE_DEVICES": "",  # the same behaviour on a machine that has a GPU
+}
+OFFLINE_ENV: Mapping[str, str] = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+FLOAT32_ENV: Mapping[str, str] = {"SGLANG_MAMBA_CONV_DTYPE": "float32", "SGLANG_MAMBA_SSM_DTYPE": "float32"}
+"""Gated-delta-net states in fp32; without them an fp32 server keeps them in bf16."""
+CPU_FLAGS: Mapping[str, str | None] = {
+    "--cuda-graph-backend-decode": "disabled",
+    "--cuda-graph-backend-prefill": "disabled",
+    "--max-total-tokens": "65536",  # without it the KV pool takes gigabytes
+    "--max-running-requests": "8",
+    "--max-mamba-cache-size": "64",  # without it 59530 state slots, 3 GB
+    "--mem-fraction-static": "0.3",
+    "--sleep-on-idle": None,  # an idle scheduler would otherwise spin on a whole core
+}
+"""Defaults on CPU (None: a switch); a flag in `extra_args` replaces its default."""
+
+_POLL_S = 0.2
+_TERM_GRACE_S = 10.0
+_KILL_GRACE_S = 10.0
+_PORT_ATTEMPTS = 4
+_TAIL_LINES = 40
+_PORT_TAKEN = re.compile(
+    r"address already in use|EADDRINUSE|port \d+ is (?:already in use|not available|occupied)", re.IGNORECASE
+)
+_running: weakref.WeakSet[ServerProcess] = weakref.WeakSet()
+
+
+class _PortTakenError(ServerError):
+    """Somebody else has the port; another one may work."""
+
+
+class ServerProcess:
+    """A running server in its own process group. Use as a context manager, or call `stop()`."""
+
+    def __init__(self, process: subprocess.Popen[bytes], port: int, log_path: Path, command: Sequence[str]) -> None:
+        self._process = process
+        self._watchdog = _start_watchdog(process.pid)
+        self.port = port
+        self.log_path = log_path
+        self.command = tuple(command)
+        _running.add(self)
+
+    @property
+    def base_url(self) -> str:
+        """Root of the server's HTTP API."""
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def pid(self) -> int:
+        """Process id of the server's main process, and its process group."""
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """Exit status of the main process, None while it runs."""
+        return self._process.poll()
+
+    def log_tail(self, lines: int = _TAIL_LINES) -> str:
+        """Return the last `lines` lines of the server's log."""
+        return _tail(self.log_path, lines)
+
+    def stop(self) -> None:
+        """End the whole process group: SIGTERM, then SIGKILL for what is left after 10 s. Idempotent."""
+        _running.discard(self)
+        _signal_group(self.pid, signal.SIGTERM)
+        if not self._wait_for_group(_TERM_GRACE_S):
+            _signal_group(self.pid, signal.SIGKILL)
+            self._wait_for_group(_KILL_GRACE_S)
+        _dismiss(self._watchdog)
+
+    def _wait_for_group(self, seconds: float) -> bool:
+        """Return whether every member of the group ended within `seconds`."""
+        deadline = time.monotonic() + seconds
+        while True:
+            self._process.poll()  # reap, so that the leader does not count as a member
+            if not _group_members(self.pid):
+                return True
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.05)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+def launch(
+    model_path: str | os.PathLike[str],
+    *,
+    python: str | os.PathLike[str],
+    log_path: str | os.PathLike[str],
+    pythonpath: str | os.PathLike[str] | None = None,
+    extra_args: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+    timeout_s: float = 300,
+    device: Device = "cpu",
+    progress: Progress | None = None,
+) -> ServerProcess:
+    """Start `sglang.launch_server` on a free loopback port and return it once `/health` answers 200.
+
+    `python` is the interpreter whose environment serves; `pythonpath`, a folder that holds an `sglang`
+    package, goes in front of it. `extra_args` replace the CPU defaults flag by flag, `env` replaces
+    environment variables. On CPU, a checkpoint whose config says float32 is served in float32 (SGLang's
+    "auto" would make it fp16). The log is written to `log_path` and kept. A port that somebody else takes in
+    between is retried on another one.
+
+    Raises ServerError with the end of the log if the server dies or is not healthy after `timeout_s` seconds.
+    """
+    model, log = Path(model_path), Path(log_path)
+    if not (model / "config.json").is_file():
+        raise UsageError(
+            f"{model} holds no config.json", remedy="give a checkpoint folder, see tools/make_tiny_model.py"
+        )
+    if pythonpath is not None and not (Path(pythonpath) / "sglang").is_dir():
+        raise UsageError(f"{pythonpath} holds no sglang package", remedy="give the folder above it (<tree>/python)")
+    log.parent.mkdir(parents=True, exist_ok=True)
+    environment, flags = _environment(model, device, pythonpath, extra_args, env or {})
+    deadline = time.monotonic() + timeout_s
+    for attempt in range(1, _PORT_ATTEMPTS + 1):
+        port = _free_port()
+        command = [
+            str(python), "-m", "sglang.launch_server", "--model-path", str(model), "--host", "127.0.0.1",
+            "--port", str(port), *flags,
+        ]  # fmt: skip
+        server = _spawn(command, environment, port, log)
+        try:
+            _wait_healthy(server, str(model), deadline, timeout_s, progress)
+            return server
+        except BaseException as error:
+            server.stop()
+            if not isinstance(error, _PortTakenError) or attempt == _PORT_ATTEMPTS:
+                raise
+    raise AssertionError("unreachable: the last attempt returns or raises")
+
+
+def _environment(
+    model: Path,
+    device: Device,
+    pythonpath: str | os.PathLike[str] | None,
+    extra_args: Sequence[str],
+    env: Mapping[str, str],
+) -> tuple[dict[str, str], list[str]]:
+    """Return the environment and the flags of the server process."""
+    environment = {**os.environ, **OFFLINE_ENV}
+    flags: list[str] = []
+    if device == "cpu":
+        environment |= CPU_ENV
+        defaults: dict[str, str | None] = {**CPU_FLAGS, "--device": "cpu"}
+        if _config_dtype(model) == "float32":
+            defaults["--dtype"] = "float32"
+        given = {arg.split("=", 1)[0] for arg in extra_args if arg.startswith("--")}
+        flags = [flag if value is None else f"{flag}={value}" for flag, value in defaults.items() if flag not in given]
+        if _flag_value("--dtype", [*flags, *extra_args]) == "float32":
+            environment |= FLOAT32_ENV
+    if pythonpath is not None:
+        rest = environment.get("PYTHONPATH")
+        environment["PYTHONPATH"] = os.pathsep.join([os.path.abspath(pythonpath), *([rest] if rest else [])])
+    environment |= env
+    return environment, [*flags, *extra_args]
+
+
+def _config_dtype(model: Path) -> str | None:
+    """Return the checkpoint's declared dtype, top level or text part."""
+    try:
+        config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UsageError(f"{model / 'config.json'} is not JSON: {error}", remedy="generate the model again") from error
+    text = config.get("text_config", {})
+    dtype = config.get("dtype") or config.get("torch_dtype") or text.get("dtype")
+    return None if dtype is None else str(dtype)
+
+
+def _flag_value(flag: str, arguments: Sequence[str]) -> str | None:
+    """Return the last value given for `flag`, in either spelling."""
+    value = None
+    for here, following in zip(arguments, [*arguments[1:], ""], strict=True):
+        if here == flag:
+            value = following
+        elif here.startswith(f"{flag}="):
+            value = here.split("=", 1)[1]
+    return value
+
+
+def _free_port() -> int:
+    """Return a loopback port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _spawn(command: Sequence[str], environment: Mapping[str, str], port: int, log: Path) -> ServerProcess:
+    """Start the server in its own process group, its output going to `log`."""
+    try:
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+    except OSError as error:
+        raise ServerError(
+            f"cannot start {command[0]}: {error}", remedy="give a Python interpreter that exists"
+        ) from error
+    return ServerProcess(process, port, log, command)
+
+
+def _wait_healthy(
+    server: ServerProcess, model: str, deadline: float, timeout_s: float, progress: Progress | None
+) -> None:
+    """Return when the server answers; raise ServerError if it dies, hangs, or is somebody else's."""
+    started = reported = time.monotonic()
+    while True:
+        if server.returncode is not None:
+            raise _failure(server, f"the server exited with status {server.returncode} before it was healthy")
+        if _healthy(server.base_url):
+            served = _served_model(server.base_url)
+            if server.returncode is None and served == model:
+                return
+            if served is not None and served != model:
+                raise _failure(server, f"the port was taken: {server.base_url} serves {served}, not {model}", True)
+        now = time.monotonic()
+        if now >= deadline:
+            raise _failure(server, f"the server was not healthy after {timeout_s:.0f} s")
+        if progress is not None and now - reported >= 1.0:
+            reported = now
+            progress(now - started, _tail(server.log_path, 1))
+        time.sleep(_POLL_S)
+
+
+def _failure(server: ServerProcess, what: str, port_taken: bool = False) -> ServerError:
+    """Return the error to raise, with the end of the log."""
+    kind = _PortTakenError if port_taken or _PORT_TAKEN.search(_read(server.log_path)) else ServerError
+    return kind(
+        f"{what} (log: {server.log_path})\n{server.log_tail()}",
+        remedy="the lines above are the end of its log; the command was: " + " ".join(server.command),
+    )
+
+
+def _get(url: str) -> requests.Response:
+    """Return the answer to GET `url`, past any proxy that the shell's environment names."""
+    with requests.Session() as session:
+        session.trust_env = False
+        return session.get(url, timeout=5)
+
+
+def _healthy(base_url: str) -> bool:
+    try:
+        return _get(f"{base_url}/health").status_code == 200
+    except requests.RequestException:
+        return False
+
+
+def _served_model(base_url: str) -> str | None:
+    """Return the model path of whoever answers at `base_url`, None if it does not say."""
+    try:
+        answer = _get(f"{base_url}/model_info")
+        path = answer.json().get("model_path") if answer.ok else None
+    except (requests.RequestException, ValueError, AttributeError):
+        return None
+    return None if path is None else str(path)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _tail(path: Path, lines: int) -> str:
+    return "\n".join(_read(path).splitlines()[-lines:])
+
+
+def _group_members(group: int) -> list[int]:
+    """Return the living (not zombie) processes of a process group, from /proc."""
+    members = []
+    for entry in os.scandir("/proc"):
+        if not entry.name.isdigit():
+            continue
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            stat = Path(entry.path, "stat").read_text(encoding="utf-8", errors="replace")
+            state, _parent, member_of = stat.rsplit(")", 1)[1].split()[:3]
+            if int(member_of) == group and state not in ("Z", "X"):
+                members.append(int(entry.name))
+    return members
+
+
+def _signal_group(group: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, number)
+
+
+def _start_watchdog(group: int) -> subprocess.Popen[bytes]:
+    """Start the process that ends the server should this one be killed."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "q4kit.server.watchdog", str(group)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+
+def _dismiss(watchdog: subprocess.Popen[bytes]) -> None:
+    """Call the watch off. Idempotent."""
+    if watchdog.stdin is None or watchdog.stdin.closed:
+        return
+    with contextlib.suppress(BrokenPipeError):
+        watchdog.stdin.write(b"x")
+        watchdog.stdin.flush()
+    with contextlib.suppress(BrokenPipeError):
+        watchdog.stdin.close()
+    watchdog.wait(timeout=10)
+
+
+@atexit.register
+def _stop_all() -> None:
+    for server in list(_running):
+        server.stop()
