@@ -135,6 +135,7 @@ def collect(client: Client | None, *, root: Path | None = None, tool: str = "") 
     block["launch_command"] = short_paths(str(info.get("launch_command", f"{UNKNOWN}not reported")))
     block["server_env"] = _server_env(process)
     block["packages"] = _packages(process)
+    block["server_started"] = _started(process)
     block["series"] = _series(process)
     block["model"] = _model(info, model)
     block["device"] = _device(str(info.get("device", "")), _is_loopback(client.base_url))
@@ -293,6 +294,7 @@ def _server_process(base_url: str) -> psutil.Process | str:
         for connection in psutil.net_connections(kind="tcp"):
             if (
                 connection.status == psutil.CONN_LISTEN
+                and connection.laddr
                 and connection.laddr.port == port
                 and connection.pid is not None
             ):
@@ -323,6 +325,16 @@ def _server_env(process: psutil.Process | str) -> dict[str, str] | str:
         for name, value in sorted(environment.items())
         if _ENV_KEPT.match(name) and not _SECRET.search(name)
     }
+
+
+def _started(process: psutil.Process | str) -> str:
+    """Return when the server's process began, which tells a restart from a repeat."""
+    if isinstance(process, str):
+        return process
+    try:
+        return datetime.fromtimestamp(process.create_time(), UTC).isoformat(timespec="milliseconds")
+    except psutil.Error as error:
+        return f"{UNKNOWN}{error}"
 
 
 def _server_python(process: psutil.Process | str) -> tuple[str, list[Path]]:
@@ -378,9 +390,7 @@ def _series(process: psutil.Process | str) -> dict[str, Any] | str:
     except (ImportError, AttributeError, TypeError, RuntimeError) as error:
         return f"{UNKNOWN}{type(error).__name__}: {short_paths(str(error))[:160]}"
     if isinstance(found, dict):
-        found = {
-            name: short_paths(value) if isinstance(value, str) else value for name, value in found.items()
-        }
+        found = {name: short_paths(value) if isinstance(value, str) else value for name, value in found.items()}
         found["of"] = "the server's code" if isinstance(process, psutil.Process) else "the tool's environment"
     return found if isinstance(found, dict | str) else f"{UNKNOWN}{found!r:.80}"
 
@@ -403,9 +413,7 @@ def _model(info: Mapping[str, Any], model: Any) -> dict[str, Any]:
     block["quantization"] = (config.get("quantization_config") or {}).get("quant_method")
     block["weights"] = _attempt(lambda: weights_fingerprint(folder))
     tokenizer = folder / "tokenizer.json"
-    block["tokenizer_sha256"] = (
-        sha256_file(tokenizer) if tokenizer.is_file() else f"{UNKNOWN}no tokenizer.json"
-    )
+    block["tokenizer_sha256"] = sha256_file(tokenizer) if tokenizer.is_file() else f"{UNKNOWN}no tokenizer.json"
     return block
 
 
@@ -428,9 +436,7 @@ def _device(kind: str, local: bool) -> dict[str, Any]:
     if kind == "cpu":
         return {"kind": kind, "name": _cpu_name()}
     fields = ",".join(_GPU_QUERY.values())
-    answer = _attempt(
-        lambda: _run("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits").splitlines()
-    )
+    answer = _attempt(lambda: _run("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits").splitlines())
     if not isinstance(answer, list) or not answer:
         return {
             "kind": kind or f"{UNKNOWN}not reported",
@@ -443,10 +449,6 @@ def _device(kind: str, local: bool) -> dict[str, Any]:
 def _compare(name: str, left: Any, right: Any) -> list[Difference]:
     if isinstance(left, Mapping) and isinstance(right, Mapping):
         keys = dict.fromkeys([*left, *right])
-        return [
-            difference
-            for key in keys
-            for difference in _compare(f"{name}.{key}", left.get(key), right.get(key))
-        ]
+        return [difference for key in keys for difference in _compare(f"{name}.{key}", left.get(key), right.get(key))]
     unknown = any(isinstance(side, str) and side.startswith(UNKNOWN) for side in (left, right))
     return [Difference(name, left, right)] if unknown or left != right else []

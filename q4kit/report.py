@@ -88,10 +88,7 @@ class Table:
     def text(self) -> str:
         """Return the table for a terminal, columns aligned by spaces."""
         cells = self._cells()
-        widths = [
-            max([len(str(name)), *(len(row[index]) for row in cells)])
-            for index, name in enumerate(self.columns)
-        ]
+        widths = [max([len(str(name)), *(len(row[index]) for row in cells)]) for index, name in enumerate(self.columns)]
         right = self._right_aligned()
 
         def line(values: Iterable[str]) -> str:
