@@ -107,7 +107,7 @@ def do_run(args: argparse.Namespace) -> commands.Outcome:
 
 
 def do_verify(args: argparse.Namespace) -> commands.Outcome:
-    claims = ledger.load(args.ledger)
+    claims = ledger.load(args.ledger).claims
     if args.claim not in claims:
         raise UsageError(f"no claim {args.claim!r} in {args.ledger.name}", remedy=f"known: {', '.join(sorted(claims))}")
     stored = read_result(args.result) if args.result else None

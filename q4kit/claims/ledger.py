@@ -12,19 +12,37 @@ from typing import Any
 
 from q4kit.errors import UsageError
 
-ID_PATTERN = re.compile(r"[a-z0-9][a-z0-9.-]*[a-z0-9]")
+ID_PATTERN = re.compile(r"[a-z0-9]+([.-]+[a-z0-9]+)*")
 HIGHER_IS_BETTER = {"pp": True, "tg": True, "throughput": True, "accept_length": True, "ttft": False, "tpot": False}
 """Metrics that `bench_speed.py verify` can measure, and their direction."""
 
 _KNOWN = {
     "id", "owner", "statement", "value", "high", "unit", "metric", "source", "url", "base", "gpu", "n", "sd",
-    "margin", "flags", "conditions", "raw", "sha256", "pointer", "campaign", "scale", "note",
+    "margin", "flags", "conditions", "raw", "sha256", "pointer", "campaign", "scale", "formula", "note",
 }  # fmt: skip
+NEEDED = {"ours": ("raw", "sha256", "pointer", "campaign"), "theirs": ("source",), "derived": ("formula",)}
+"""What each kind of number must be able to show."""
+
+
+@dataclass(frozen=True)
+class Exemption:
+    """A number with a unit that is no measurement: a GPU class, a threshold, a quoted name. `text` as written."""
+
+    text: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """The decoded file: claims by id, exemptions in order."""
+
+    claims: dict[str, Claim]
+    exempt: tuple[Exemption, ...] = ()
 
 
 @dataclass(frozen=True)
 class Claim:
-    """One number. `owner` is `ours` (has a raw file) or `theirs` (has a source to cite).
+    """One number. `owner` is `ours` (has a raw file), `theirs` (has a source to cite) or `derived` (has a formula).
 
     `value` and `high` bound a published range (equal for a single number), in `unit`. `pointer` is the RFC 6901
     JSON pointer of the number in the raw file, multiplied by `scale` (1000 turns seconds into ms).
@@ -51,6 +69,7 @@ class Claim:
     pointer: str = ""
     campaign: str = ""
     scale: float = 1.0
+    formula: str = ""
     note: str = ""
 
     @property
@@ -58,8 +77,8 @@ class Claim:
         return self.owner == "ours"
 
 
-def load(path: Path) -> dict[str, Claim]:
-    """Return the claims of a ledger by id.
+def load(path: Path) -> Ledger:
+    """Return a ledger.
 
     Raises:
         UsageError: the file is missing, is not TOML, or an entry is incomplete; the entry is named.
@@ -73,8 +92,8 @@ def load(path: Path) -> dict[str, Claim]:
     return parse(data)
 
 
-def parse(data: Mapping[str, Any]) -> dict[str, Claim]:
-    """Return the claims of a decoded ledger by id; see `load`."""
+def parse(data: Mapping[str, Any]) -> Ledger:
+    """Return a ledger from its decoded TOML; see `load`."""
     if data.get("schema") != 1:
         raise UsageError(f"ledger schema is {data.get('schema')!r}, expected 1")
     claims: dict[str, Claim] = {}
@@ -83,7 +102,12 @@ def parse(data: Mapping[str, Any]) -> dict[str, Claim]:
         if claim.id in claims:
             raise UsageError(f"claim {claim.id!r} occurs twice", remedy="ids are for ever: give the newer one a new id")
         claims[claim.id] = claim
-    return claims
+    exempt = []
+    for entry in data.get("exempt", []):
+        if not entry.get("text") or not entry.get("why"):
+            raise UsageError(f"exempt {entry!r}: needs 'text' and 'why'")
+        exempt.append(Exemption(entry["text"], entry["why"]))
+    return Ledger(claims, tuple(exempt))
 
 
 def _claim(entry: Mapping[str, Any], name: str) -> Claim:
@@ -95,12 +119,11 @@ def _claim(entry: Mapping[str, Any], name: str) -> Claim:
             raise UsageError(f"{name}: {key!r} is missing")
     if not ID_PATTERN.fullmatch(str(entry["id"])):
         raise UsageError(f"{name}: an id is lower-case letters, digits, dots and hyphens")
-    if entry["owner"] not in ("ours", "theirs"):
-        raise UsageError(f"{name}: owner must be 'ours' or 'theirs', found {entry['owner']!r}")
-    needed = ("raw", "sha256", "pointer", "campaign") if entry["owner"] == "ours" else ("source",)
-    for key in needed:
+    if entry["owner"] not in NEEDED:
+        raise UsageError(f"{name}: owner must be one of {', '.join(NEEDED)}, found {entry['owner']!r}")
+    for key in NEEDED[entry["owner"]]:
         if not entry.get(key):
-            raise UsageError(f"{name}: a number of {entry['owner']} needs {key!r}")
+            raise UsageError(f"{name}: a number that is {entry['owner']} needs {key!r}")
     if entry.get("metric") and entry["metric"] not in HIGHER_IS_BETTER:
         raise UsageError(
             f"{name}: metric {entry['metric']!r} is unknown, expected one of {', '.join(HIGHER_IS_BETTER)}"

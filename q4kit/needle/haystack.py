@@ -129,7 +129,7 @@ def build(
     total = sum(len(s) for s in sentences.values())
     body = plan.length - len(frame.before) - max(tails) - total - reserve
     slack = max(tails) + reserve
-    if body < 4 * total:
+    if body < total:
         raise UsageError(
             f"{len(placed)} needles ({total} tokens) do not fit a prompt of {plan.length} tokens",
             remedy="use a longer --lengths, fewer --per-prompt or fewer --distractors",

@@ -125,8 +125,8 @@ def test_code_that_should_be_absent_is_an_error() -> None:
 
 
 def test_too_many_needles_for_the_length_is_an_error() -> None:
-    with pytest.raises(UsageError, match="do not fit a prompt of 1024 tokens"):
-        build(CLIENT, plan_for(1024), TextKind.PROSE, Mode.IGNORE_EOS, Frame(), TokenTexts(CLIENT))
+    with pytest.raises(UsageError, match="do not fit a prompt of 512 tokens"):
+        build(CLIENT, plan_for(512), TextKind.PROSE, Mode.IGNORE_EOS, Frame(), TokenTexts(CLIENT))
 
 
 @pytest.mark.parametrize(
