@@ -1,0 +1,58 @@
+"""Stands where `python -m sglang.launch_server` would: a real process, socket and child, no model.
+
+`FAKE_MODE`: serve, die (after printing a reason), hang (503 for ever), silent (never binds), stubborn (serve;
+neither it nor its child heeds SIGTERM). `FAKE_STATE` names a file that gets pids, arguments and environment.
+"""
+
+from __future__ import annotations
+
+import http.server
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+
+def argument(flag: str) -> str:
+    """Return the value after `flag` on the command line."""
+    return sys.argv[sys.argv.index(flag) + 1]
+
+
+def main() -> int:
+    """Behave as FAKE_MODE says."""
+    mode = os.environ["FAKE_MODE"]
+    child_code = "import time; time.sleep(600)"
+    if mode == "stubborn":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        child_code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+    child = subprocess.Popen([sys.executable, "-c", child_code])
+    state = {"pid": os.getpid(), "child": child.pid, "argv": sys.argv[1:], "env": dict(os.environ)}
+    with Path(os.environ["FAKE_STATE"]).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(state) + "\n")
+    print("fake server starts", flush=True)
+    if mode == "die":
+        time.sleep(0.3)
+        print("RuntimeError: out of unobtainium", flush=True)
+        return 3
+    if mode == "silent":
+        time.sleep(600)
+    healthy_at = time.monotonic() + (0.5 if mode != "hang" else 1e9)
+    model = argument("--model-path")
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200 if time.monotonic() >= healthy_at else 503)
+            self.end_headers()
+            if self.path == "/model_info":
+                self.wfile.write(json.dumps({"model_path": model}).encode())
+
+    http.server.HTTPServer.allow_reuse_address = False
+    http.server.ThreadingHTTPServer(("127.0.0.1", int(argument("--port"))), Handler).serve_forever()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
