@@ -15,7 +15,20 @@ from typing import Any
 
 from q4kit import exit_codes
 from q4kit.errors import Q4Error, UsageError
-from q4kit.series import base, export, installed, manifest, render, state, targets, worktree
+from q4kit.series import (
+    base,
+    export,
+    installed,
+    lint,
+    manifest,
+    prefix_tests,
+    radar,
+    render,
+    state,
+    targets,
+    verify,
+    worktree,
+)
 
 
 def progress(line: str) -> None:
@@ -37,19 +50,14 @@ def _plain(value: Any) -> Any:
 def target_of(args: argparse.Namespace) -> targets.Target:
     """Return the work tree or installed package that the command line names."""
     if args.installed == (args.target is not None):
-        raise UsageError(
-            "name a work tree or --installed, one of the two", remedy=f"series.py {args.command} --help"
-        )
+        raise UsageError("name a work tree or --installed, one of the two", remedy=f"series.py {args.command} --help")
     if args.installed:
         return targets.installed_target(args.python, args.series.base.package)
     return targets.work_tree(args.target)
 
 
 def cmd_fetch(args: argparse.Namespace) -> int:
-    dest = (
-        args.dest
-        or base.wheel.cache_dir() / f"base-{args.series.base.version}-{base.wheel.python_tag(args.python)}"
-    )
+    dest = args.dest or base.wheel.cache_dir() / f"base-{args.series.base.version}-{base.wheel.python_tag(args.python)}"
     path = base.fetch(args.series, dest, python=args.python, source=args.source, progress=progress)
     emit(
         args,
@@ -105,6 +113,53 @@ def cmd_export(args: argparse.Namespace) -> int:
     return exit_codes.HOLDS
 
 
+def cmd_verify(args: argparse.Namespace) -> int:
+    def show(report: verify.PrefixReport) -> None:
+        print(render.prefix(report, args.series.length), file=sys.stderr if args.json else sys.stdout, flush=True)
+
+    result = verify.verify(
+        args.series,
+        python=args.python,
+        run_tests=not args.no_tests,
+        imports=not args.no_imports,
+        full=args.full,
+        offline_only=args.offline,
+        report=show,
+        progress=progress,
+    )
+    emit(args, render.verified(result), result)
+    return exit_codes.HOLDS if result.ok else exit_codes.NEGATIVE
+
+
+def cmd_test(args: argparse.Namespace) -> int:
+    series = args.series
+    names = {"stock": [0], "all": list(range(series.length + 1))}
+    if args.prefix not in names and not args.prefix.isdecimal():
+        raise UsageError(f"--prefix {args.prefix}", remedy="a number of patches, `stock` or `all`")
+    results: dict[int, list[prefix_tests.Outcome]] = {}
+    for k in names.get(args.prefix) or [series.check_prefix(int(args.prefix))]:
+        what = prefix_tests.plan(series, k, full=True, patch=args.patch)
+        tree = base.tree_at(k, series=series, python=args.python, progress=progress)
+        results[k] = prefix_tests.run(series, what, tree, python=args.python, progress=progress)
+    lines = [f"prefix {k}: {render.outcome(t)}" for k, outcomes in results.items() for t in outcomes]
+    bad = sum(bool(t.problem) for outcomes in results.values() for t in outcomes)
+    ran = sum(map(len, results.values()))
+    emit(args, "\n".join([*lines, f"{ran - bad} of {ran} tests as declared"]), results)
+    return exit_codes.NEGATIVE if bad else exit_codes.HOLDS if ran else exit_codes.INCONCLUSIVE
+
+
+def cmd_lint(args: argparse.Namespace) -> int:
+    found = lint.lint(args.series)
+    emit(args, "\n".join([*found, f"{len(found)} findings in {args.series.length} patches"]), found)
+    return exit_codes.NEGATIVE if found else exit_codes.HOLDS
+
+
+def cmd_radar(args: argparse.Namespace) -> int:
+    results = [radar.radar(v, series=args.series, python=args.python, progress=progress) for v in args.wheel]
+    emit(args, (render.radar_table if args.markdown else render.radar)(results), results)
+    return exit_codes.HOLDS if all(r.ok for r in results) else exit_codes.NEGATIVE
+
+
 def parser() -> argparse.ArgumentParser:
     """Return the command line."""
     top = argparse.ArgumentParser(prog="series.py", description=__doc__.split("\n")[0])
@@ -119,15 +174,9 @@ def parser() -> argparse.ArgumentParser:
     def python(made: argparse.ArgumentParser, text: str) -> None:
         made.add_argument("--python", default=sys.executable, metavar="PY", help=text)
 
-    made = command(
-        "fetch", cmd_fetch, "make a git work tree of the pin from the wheel, or from a clone at the tag"
-    )
-    made.add_argument(
-        "dest", nargs="?", type=Path, metavar="DEST", help="folder to make (default: in the cache)"
-    )
-    made.add_argument(
-        "--from", dest="source", type=Path, metavar="CLONE", help="a clone at the tag, shallow or not"
-    )
+    made = command("fetch", cmd_fetch, "make a git work tree of the pin from the wheel, or from a clone at the tag")
+    made.add_argument("dest", nargs="?", type=Path, metavar="DEST", help="folder to make (default: in the cache)")
+    made.add_argument("--from", dest="source", type=Path, metavar="CLONE", help="a clone at the tag, shallow or not")
     python(made, "interpreter whose compiled extensions to put in (default: this one)")
 
     for name, run, text in (
@@ -141,18 +190,14 @@ def parser() -> argparse.ArgumentParser:
     ):
         made = command(name, run, text)
         made.add_argument("target", nargs="?", type=Path, metavar="WORKTREE", help="root of a git work tree")
-        made.add_argument(
-            "--installed", action="store_true", help="the package installed in an environment instead"
-        )
+        made.add_argument("--installed", action="store_true", help="the package installed in an environment instead")
         python(made, "that environment's interpreter (default: this one)")
         if name == "apply":
             made.add_argument("--to", type=int, metavar="K", help="number of patches (default: all)")
 
     made = command("tree", cmd_tree, "make a runnable tree at a prefix, compiled extensions included")
     made.add_argument("--to", type=int, metavar="K", help="number of patches (default: all)")
-    made.add_argument(
-        "dest", nargs="?", type=Path, metavar="DEST", help="folder to make (default: kept in the cache)"
-    )
+    made.add_argument("dest", nargs="?", type=Path, metavar="DEST", help="folder to make (default: kept in the cache)")
     python(made, "interpreter that will run it (default: this one)")
 
     for name, text in (
@@ -165,6 +210,24 @@ def parser() -> argparse.ArgumentParser:
         made.add_argument("--base", metavar="REV", help="commit of the pin (default: found by its content)")
         if name == "refresh":
             made.add_argument("--allow-fewer", action="store_true", help="let the number of patches go down")
+    made = command("verify", cmd_verify, "prove every prefix on a fresh tree: ids, compile, import, tests, round trip")
+    made.add_argument("--offline", action="store_true", help="only what the folder proves: blob chain and lints")
+    made.add_argument("--no-tests", action="store_true", help="leave the tests of the patches out")
+    made.add_argument("--no-imports", action="store_true", help="leave out importing the touched modules")
+    made.add_argument("--full", action="store_true", help="every test at every prefix, not only where it changes")
+    python(made, "interpreter with SGLang's dependencies that runs imports and tests (default: this one)")
+
+    made = command("test", cmd_test, "run the patches' tests at one prefix against what is declared for it")
+    made.add_argument("--prefix", required=True, metavar="K", help="number of patches, `stock` or `all`")
+    made.add_argument("--patch", type=int, metavar="N", help="only the tests of this patch")
+    python(made, "interpreter that runs them (default: this one)")
+
+    command("lint", cmd_lint, "check headers, metadata and added lines")
+
+    made = command("radar", cmd_radar, "try the series on other released versions, one line a patch")
+    made.add_argument("--wheel", nargs="+", required=True, metavar="VERSION", help="versions, or `newest`")
+    made.add_argument("--markdown", action="store_true", help="print a table for docs/RADAR.md")
+    python(made, "interpreter whose wheels to look at (default: this one)")
     return top
 
 

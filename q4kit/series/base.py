@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from q4kit.errors import EnvironmentFault, UsageError
+from q4kit.errors import EnvironmentFault, Q4Error, UsageError
 from q4kit.series import git, manifest, wheel
 from q4kit.series.blobs import Entry
 from q4kit.series.manifest import Base, Series
@@ -57,7 +57,6 @@ def fetch(
     dest = Path(os.path.abspath(dest))
     if dest.exists() and any(dest.iterdir()):
         _check_existing(series, dest)
-        progress(f"{dest}: already the pin")
         return dest
     dest.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".fetch-", dir=dest.parent) as tmp:
@@ -161,7 +160,7 @@ def tree_at(
     Made once and kept in the cache under the id of its content (or made at ``dest``); a kept tree that was changed
     since is made again. Several callers may ask at once.
     """
-    from q4kit.series import state, worktree  # they need this module
+    from q4kit.series import worktree  # it needs this module
 
     series = series or manifest.load()
     k = series.check_prefix(k)
@@ -172,9 +171,7 @@ def tree_at(
     path = Path(os.path.abspath(dest)) if dest else cache / f"tree-{tag}-{k:04d}-{tree[:12]}"
     with _locked(cache / f"base-{tag}.lock"):
         if path.exists() and not (dest and not any(path.iterdir())):
-            found = state.status(path, series=series) if (path / ".git").exists() else None
-            intact = found and found.state in ("clean", "applied") and found.prefix == k and not _modified(path)
-            if intact:
+            if _intact(series, repo, path, k):
                 return path
             if dest:
                 raise UsageError(f"{path}: exists and is not prefix {k}", remedy="remove it or name another folder")
@@ -193,8 +190,17 @@ def tree_at(
     return path
 
 
-def _modified(path: Path) -> bool:
-    return bool(git.out(["status", "--porcelain", "--untracked-files=no"], path))
+def _intact(series: Series, repo: Path, path: Path, k: int) -> bool:
+    """Return whether a kept tree is still prefix ``k``, unchanged, and a work tree of ``repo`` (not of a moved copy)."""
+    from q4kit.series import state
+
+    try:
+        common = git.out(["rev-parse", "--path-format=absolute", "--git-common-dir"], path)
+        found = state.status(path, series=series)
+        changed = git.out(["status", "--porcelain", "--untracked-files=no"], path)
+    except Q4Error:
+        return False
+    return Path(common).resolve() == (repo / ".git").resolve() and found.prefix == k and not changed
 
 
 def add_extensions(source: Path, dest: Path) -> None:

@@ -91,7 +91,7 @@ def run(
     ceiling: Path | None = None,
     pass_fds: Sequence[int] = (),
 ) -> subprocess.CompletedProcess[bytes]:
-    """Run ``git args`` in ``cwd``; returns the finished process, raises EnvironmentFault when it fails and ``check``."""
+    """Run ``git args`` in ``cwd``; returns the finished process, raises EnvironmentFault if it fails and ``check``."""
     binary = shutil.which("git")
     if binary is None:
         raise EnvironmentFault("git is not installed", remedy="install git 2.30 or newer, e.g. `apt-get install git`")

@@ -63,8 +63,7 @@ def apply(
         if before != 0 and known is None:
             raise UsageError(
                 f"{target.describe()}: {before} patches were applied without this tool, no pre-images are saved",
-                remedy=f"reinstall {target.package} (`pip install --force-reinstall --no-deps "
-                f"{target.package}=={series.base.version}`), then apply",
+                remedy=f"{_reinstall(target, series.base.version)}, then apply",
             )
         _apply(target, series, to, known, progress)
         return Change(target.describe(), max(before, 0), to, pending is not None)
@@ -99,9 +98,13 @@ def _prefix(target: InstalledTarget, series: Series) -> int:
         detail = found.reason or f"already contains {', '.join(found.absorbed)} in another form"
         raise UsageError(
             f"{target.describe()}: {found.state}: {detail}",
-            remedy=f"reinstall the pin: pip install --force-reinstall --no-deps {target.package}=={series.base.version}",
+            remedy=_reinstall(target, series.base.version),
         )
     return found.prefix
+
+
+def _reinstall(target: InstalledTarget, version: str) -> str:
+    return f"reinstall the pin: pip install --force-reinstall --no-deps {target.package}=={version}"
 
 
 def _blob(path: Path) -> str | None:
@@ -277,7 +280,7 @@ def _revert(target: InstalledTarget, series: Series, before: int, mended: bool, 
         if before != 0:
             raise UsageError(
                 f"{target.describe()}: {before} patches were applied without this tool, no pre-images are saved",
-                remedy=f"pip install --force-reinstall --no-deps {target.package}=={series.base.version}",
+                remedy=_reinstall(target, series.base.version),
             )
         leftover = target.state_dir.exists()
         shutil.rmtree(target.state_dir, ignore_errors=True)
@@ -291,7 +294,7 @@ def _revert(target: InstalledTarget, series: Series, before: int, mended: bool, 
         if f.pin is not None and blobs[f.path] != f.pin and (not saved.exists() or _blob(saved) != f.pin):
             raise EnvironmentFault(
                 f"{saved}: the saved pre-image of {f.path} is missing or damaged",
-                remedy=f"pip install --force-reinstall --no-deps {target.package}=={record.version}, then revert",
+                remedy=f"{_reinstall(target, record.version)}, then revert",
             )
     _check_writable(target, record)
     progress(f"restoring {sum(blobs[f.path] != f.pin for f in record.files)} files")

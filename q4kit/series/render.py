@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from q4kit.series.export import Exported
+from q4kit.series.prefix_tests import Outcome
+from q4kit.series.radar import Radar
 from q4kit.series.state import SeriesStatus
+from q4kit.series.verify import Check, PrefixReport, Report
 from q4kit.series.worktree import Change
 
 
@@ -39,4 +42,68 @@ def exported(result: Exported) -> str:
     lines += [f"  warning: {w}" for w in result.warnings]
     if result.range_diff:
         lines += ["range-diff, recorded series against the work tree:", result.range_diff]
+    return "\n".join(lines)
+
+
+def check(result: Check) -> str:
+    """Return one line for a check that holds, and one more for each problem."""
+    head = f"{'ok ' if result.ok else 'RED'} {result.name}: {result.looked_at}"
+    return "\n".join([head, *(f"      {p}" for p in result.problems)])
+
+
+def prefix(result: PrefixReport, length: int) -> str:
+    """Return one block for a prefix: green or red in its first line."""
+    ran = [t for t in result.tests if t.outcome in ("passed", "failed")]
+    red = sum(t.expected == "red" and not t.problem for t in ran)
+    passed = sum(t.expected == "pass" and not t.problem for t in ran)
+    head = (
+        f"prefix {result.prefix} of {length}: {'green' if result.ok else 'RED'} ({result.seconds:.0f} s; commit "
+        f"{result.commit[:12]}; {passed} tests pass, {red} red as declared)"
+    )
+    lines = [head, *(f"  {check(c)}" for c in result.checks)]
+    lines += [f"  RED {outcome(t)}" for t in result.tests if t.problem]
+    return "\n".join(lines)
+
+
+def outcome(result: Outcome) -> str:
+    """Return one test in one or two lines."""
+    word = result.problem or f"{result.outcome}, as declared"
+    return f"{result.nodeid}: {word}" + (f"\n        {result.detail}" if result.detail else "")
+
+
+def verified(result: Report) -> str:
+    """Return the closing lines of a verify; the prefixes were printed as they came."""
+    lines = [check(c) for c in result.series]
+    good = sum(p.ok for p in result.prefixes)
+    if result.prefixes:
+        lines.append(f"{good} of {len(result.prefixes)} prefixes green")
+    lines.append(f"series of {result.length} patches: {'HOLDS' if result.ok else 'DOES NOT HOLD'}")
+    return "\n".join(lines)
+
+
+def radar(results: list[Radar]) -> str:
+    """Return one line a patch and version."""
+    lines: list[str] = []
+    for r in results:
+        lines.append(f"{r.version} ({r.same_files} of {r.files} touched files as in the pin)")
+        for verdict, follows in zip(r.patches, r.follows, strict=True):
+            after = f" (may follow from {', '.join(follows)})" if follows else ""
+            lines.append(f"  {verdict.line()}{after}")
+    return "\n".join(lines)
+
+
+def radar_table(results: list[Radar]) -> str:
+    """Return the same as a markdown table, a row a patch and a column a version."""
+    lines = [
+        "| Patch | " + " | ".join(r.version for r in results) + " |",
+        "| --- |" + " --- |" * len(results),
+    ]
+    for i, verdict in enumerate(results[0].patches):
+        cells = []
+        for r in results:
+            text = r.patches[i].line().split(": ", 1)[1]
+            cells.append(
+                text.replace("|", "\\|") + (f" (may follow from {', '.join(r.follows[i])})" if r.follows[i] else "")
+            )
+        lines.append(f"| `{verdict.file}` | " + " | ".join(cells) + " |")
     return "\n".join(lines)

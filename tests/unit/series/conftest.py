@@ -25,7 +25,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> World:
 @pytest.fixture
 def world(made: World, tmp_path: Path) -> World:
     """A world of one's own: copies of the series and the work tree."""
-    for name in ("base", "work", "repo"):
+    for name in ("base", "work", "repo", "cache/wheels"):
         shutil.copytree(made.root / name, tmp_path / name)
     return World(tmp_path, tmp_path / "base", tmp_path / "work", manifest.load(tmp_path / SERIES))
 

@@ -10,7 +10,7 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from q4kit.series import base, export, git, manifest
+from q4kit.series import base, export, git, manifest, wheel
 from q4kit.series.manifest import Series
 from q4kit.series.targets import InstalledTarget
 
@@ -51,6 +51,26 @@ def write_files(root: Path, files: dict[str, str]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
         path.chmod(0o755 if name.endswith(".sh") else 0o644)
+
+
+def make_tests(repo: Path) -> None:
+    """Write the tests of the patches and of one regression."""
+    folder = repo / "tests" / "patches"
+    folder.mkdir(parents=True)
+    red = "import pytest\n\npytestmark = pytest.mark.red_on_stock\n\n"
+    for name, text in {
+        "test_0001_seven.py": red
+        + f"def test_seven():\n    from {PACKAGE}.alpha import f7\n\n    assert f7(0) >= 700\n",
+        "test_0002_extra.py": red
+        + f"def test_eight():\n    from {PACKAGE}.alpha import f8\n\n    assert f8(0) == 800\n",
+        "test_0003_sub.py": f"{red}def test_sub():\n    from {PACKAGE}.sub.deep import f3\n\n    assert f3(0) == -3\n",
+        "test_0004_more.py": (
+            f"import pytest\nfrom {PACKAGE}.alpha import f7\n\n\n@pytest.mark.red_on_stock\n"
+            "def test_more():\n    assert f7(0) == 701\n\n\ndef test_both():\n    assert f7(1) > f7(0)\n"
+        ),
+        "test_regression_nine.py": (f"from {PACKAGE}.alpha import f9\n\n\ndef test_nine():\n    assert f9(0) == 9\n"),
+    }.items():
+        (folder / name).write_text(text)
 
 
 def make_wheel(folder: Path, files: dict[str, str], version: str = VERSION) -> Path:
@@ -115,6 +135,11 @@ class World:
     """Work tree with the commits."""
     series: Series
 
+    @property
+    def cache(self) -> Path:
+        """Cache folder that holds the pinned wheel, so that nothing is downloaded."""
+        return self.root / "cache"
+
     def tree(self, name: str) -> Path:
         """Return a fresh work tree of the pin."""
         dest = self.root / name
@@ -143,18 +168,26 @@ def make_world(root: Path) -> World:
     write_files(pin / "python", source_files())
     commit_id = base.commit_base(pin, PACKAGE, VERSION)
     tree_id = git.out(["rev-parse", "HEAD^{tree}"], pin)
+    tag = wheel.python_tag()
+    made = make_wheel(root / "cache" / "wheels" / VERSION / tag, source_files())
     folder = root / SERIES
     folder.mkdir(parents=True)
     (folder / manifest.MANIFEST).write_text(
         f'# a comment that stays\nschema = 1\n\n[base]\nurl = "https://example.org/q4demo"\ntag = "v{VERSION}"\n'
         f'package = "{PACKAGE}"\nversion = "{VERSION}"\ncommit = "{commit_id}"\ntree = "{tree_id}"\n\n'
-        f"[base.wheels]\n\n[base.files]\n"
+        f'[base.wheels]\n{tag} = "{wheel.sha256(made)}"\n\n[base.files]\n'
     )
+    make_tests(root / "repo")
     work = root / "work"
     git.run(["clone", "-q", "--no-local", pin, work], root)
     git.run(["update-ref", base.BASE_REF, "HEAD"], work)
     add_patches(work)
     export.export(work, series=manifest.load(folder), against=pin)
+    with (folder / manifest.MANIFEST).open("a") as f:
+        f.write(
+            '\n[[regression]]\nfinding = "7"\ntitle = "nine"\n'
+            'tests = ["tests/patches/test_regression_nine.py"]\nstock = "pass"\n'
+        )
     return World(root, pin, work, manifest.load(folder))
 
 
