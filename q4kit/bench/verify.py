@@ -7,10 +7,12 @@ NOT COMPARABLE and says which fields differ. Only then the equivalence test of `
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from q4kit import exit_codes
 from q4kit.bench.runner import Api, BenchConfig
@@ -86,11 +88,7 @@ class Answer:
         )
         if self.verdict is Verdict.INCONCLUSIVE:
             more = self.test.more_repeats
-            line += (
-                f"; run {more} more"
-                if more
-                else "; the difference lies at the margin's edge, more repeats will not decide"
-            )
+            line += f"; run {more} more" if more else "; more repeats of this kind will not decide"
         return line
 
 
@@ -124,7 +122,13 @@ def judge(
     if blocking:
         return Answer(Verdict.NOT_COMPARABLE, sample, tuple(blocking), varied, None, chosen)
     reference = Reference(claim.value, claim.high, claim.sd, claim.n)
-    test = equivalence.compare(sample, reference, chosen, alpha=alpha, higher_is_better=HIGHER_IS_BETTER[claim.metric])
+    better = HIGHER_IS_BETTER[claim.metric]
+    if "domain" in claim.conditions:
+        groups = list(domain_samples(claim, measurement).values())
+        statistic = _domain_statistic(claim.metric, len(groups))
+        test = equivalence.compare_statistic(groups, statistic, reference, chosen, alpha=alpha, higher_is_better=better)
+    else:
+        test = equivalence.compare(sample, reference, chosen, alpha=alpha, higher_is_better=better)
     return Answer(Verdict(test.verdict.value), sample, (), varied, test, chosen)
 
 
@@ -136,14 +140,7 @@ def samples(claim: Claim, measurement: Mapping[str, Any]) -> tuple[float, ...]:
     want = claim.conditions
     found: list[float] = []
     if "domain" in want:
-        answers = [a for a in measurement.get("answers", []) if not a["refusals"]]
-        if want["domain"] != "overall":
-            answers = [a for a in answers if a["domain"] == want["domain"]]
-        for a in answers:
-            value = _domain_value(claim.metric, a)
-            if value is not None:
-                found.append(value * scale)
-        return tuple(found)
+        return tuple(v for group in domain_samples(claim, measurement).values() for v in group)
     key = _SAMPLE_KEYS.get(claim.metric)
     for point in measurement.get("points", []):
         if "context" in want and point["context"] != want["context"]:
@@ -156,6 +153,35 @@ def samples(claim: Claim, measurement: Mapping[str, Any]) -> tuple[float, ...]:
             if not s["refusals"] and key and s[key] is not None:
                 found.append(s[key] * scale)
     return tuple(found)
+
+
+def domain_samples(claim: Claim, measurement: Mapping[str, Any]) -> dict[str, list[float]]:
+    """Return the valid answers' values by domain, in the claim's unit."""
+    scale = _TO_UNIT[claim.unit]
+    groups: dict[str, list[float]] = {}
+    for answer in measurement.get("answers", []):
+        wanted = claim.conditions["domain"] in ("overall", answer["domain"])
+        value = _domain_value(claim.metric, answer) if wanted and not answer["refusals"] else None
+        if value is not None:
+            groups.setdefault(answer["domain"], []).append(value * scale)
+    return groups
+
+
+def _domain_statistic(metric: str, groups: int) -> Callable[..., float]:
+    """Return the statistic that the published domain table uses for a metric.
+
+    Rates and accept lengths are ratios of sums, which for equal token counts is the harmonic mean over requests.
+    TTFT is the median over all requests; TPOT the median of a domain, or the mean of the domains' medians.
+    """
+
+    def over_all(of: Callable[[Any], Any]) -> Callable[..., float]:
+        return lambda *parts: float(of(np.concatenate([np.asarray(p, dtype=float) for p in parts])))
+
+    if metric in ("throughput", "accept_length"):
+        return over_all(lambda values: len(values) / np.sum(1 / values))
+    if metric == "tpot" and groups > 1:
+        return lambda *parts: float(np.mean([np.median(p) for p in parts]))
+    return over_all(np.median)
 
 
 def _domain_value(metric: str, answer: Mapping[str, Any]) -> float | None:

@@ -10,10 +10,11 @@ Source: D. J. Schuirmann, J. Pharmacokinet. Biopharm. 15 (1987), 657-680 (interv
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+import numpy as np
 from scipy import stats
 
 from q4kit.stats.intervals import t_interval
@@ -96,19 +97,56 @@ def compare(
     theirs = reference.sd**2 / reference.n if reference.sd and reference.n and reference.n > 1 else 0.0
     half = _half_width(own, theirs, summary.n, reference.n or 0, alpha) / middle
     low, high = difference - half, difference + half
+    verdict = decide(low, high, lower, upper, higher_is_better=higher_is_better)
     more: int | None = 0
-    if lower <= low and high <= upper:
-        verdict = Agreement.AGREES
-    elif low > upper or high < lower:
-        above = low > upper
-        verdict = Agreement.FASTER if above == higher_is_better else Agreement.SLOWER
-    else:
-        verdict = Agreement.INCONCLUSIVE
+    if verdict is Agreement.INCONCLUSIVE:
         needed = repeats_needed(
             difference, summary.sd / middle, lower, upper, alpha=alpha, other_variance=theirs / middle**2
         )
         more = None if needed is None else max(1, needed - summary.n)
     return Equivalence(verdict, difference, low, high, lower, upper, alpha, summary.n, more)
+
+
+def decide(low: float, high: float, lower: float, upper: float, *, higher_is_better: bool = True) -> Agreement:
+    """Return where the interval `low..high` of a relative difference lies against the limits `lower..upper`."""
+    if lower <= low and high <= upper:
+        return Agreement.AGREES
+    if low > upper or high < lower:
+        above = low > upper
+        return Agreement.FASTER if above == higher_is_better else Agreement.SLOWER
+    return Agreement.INCONCLUSIVE
+
+
+def compare_statistic(
+    groups: Sequence[Sequence[float]],
+    statistic: Callable[..., float],
+    reference: Reference,
+    margin: float,
+    *,
+    alpha: float = 0.05,
+    higher_is_better: bool = True,
+    resamples: int = 4999,
+) -> Equivalence:
+    """Return the verdict for a statistic that is no mean: a median, a ratio of sums, a mean of medians.
+
+    `statistic` takes one array a group; its 1 - 2 alpha interval is a percentile bootstrap, resampled within groups
+    (seeded: the same data give the same answer). Fewer than five values in a group decide nothing.
+    """
+    middle = reference.middle
+    lower, upper = reference.low * (1 - margin) / middle - 1, reference.high * (1 + margin) / middle - 1
+    value = float(statistic(*groups))
+    n = sum(len(g) for g in groups)
+    if min(len(g) for g in groups) < 5:
+        low, high = -math.inf, math.inf
+    else:
+        interval = stats.bootstrap(
+            tuple(groups), statistic, confidence_level=1 - 2 * alpha, n_resamples=resamples, method="percentile",
+            vectorized=False, rng=np.random.default_rng(0),
+        ).confidence_interval  # fmt: skip
+        low, high = float(interval.low) / middle - 1, float(interval.high) / middle - 1
+    verdict = decide(low, high, lower, upper, higher_is_better=higher_is_better)
+    more = 0 if verdict is not Agreement.INCONCLUSIVE else None
+    return Equivalence(verdict, value / middle - 1, low, high, lower, upper, alpha, n, more)
 
 
 def _half_width(own: float, theirs: float, n: int, reference_n: int, alpha: float) -> float:
@@ -157,8 +195,6 @@ def power_to_agree(
     seed: int = 0,
 ) -> float:
     """Return the share of simulated samples of size n that end in AGREES (for docs and tests)."""
-    import numpy as np
-
     rng = np.random.default_rng(seed)
     data = rng.normal(1 + difference, cv, size=(draws, n))
     half = stats.t.ppf(1 - alpha, n - 1) * data.std(axis=1, ddof=1) / math.sqrt(n)
