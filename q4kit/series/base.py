@@ -191,7 +191,7 @@ def tree_at(
 
 
 def _intact(series: Series, repo: Path, path: Path, k: int) -> bool:
-    """Return whether a kept tree is still prefix ``k``, unchanged, and a work tree of ``repo`` (not of a moved copy)."""
+    """Return whether a kept tree is still prefix ``k``, unchanged, and belongs to ``repo`` (not to a moved copy)."""
     from q4kit.series import state
 
     try:

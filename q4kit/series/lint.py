@@ -26,7 +26,7 @@ _DEBUG = (
     (re.compile(r"\bbreakpoint\("), "breakpoint("),
     (re.compile(r"\b(?:i?pdb)\.set_trace"), "set_trace"),
     (re.compile(r"\b(?:TODO|FIXME|XXX)\b.*\b(?:q4|q4head)\b", re.IGNORECASE), "a note to ourselves"),
-    (re.compile(r"/(?:root|home|tmp)/\w+"), "a path of somebody's machine"),
+    (re.compile(r"/(?:root|home)/\w+"), "a path of somebody's machine"),
 )
 _TRAILERS = ("Finding", "Upstream-Status", "Signed-off-by")
 _SECTIONS = ("Motivation", "Mechanism", "Verification")

@@ -298,6 +298,36 @@ def test_reinstalled_package_with_leftover_state_is_clean(
     assert not env.state_dir.exists()
 
 
+def pip(env: InstalledTarget, *args: object) -> str:
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", env.python, *map(str, args)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_what_pip_does_to_a_patched_package(world: World, env: InstalledTarget, tmp_path: Path) -> None:
+    """docs/SERIES.md, "Installed packages and pip": every sentence of it."""
+    wheel = make_wheel(tmp_path / "dist", source_files())
+    before = snapshot(env.site)
+    installed.apply(env, series=world.series)
+    assert "No broken requirements" in pip(env, "check")
+    # a reinstall brings the pinned files back and leaves what the series added, which status names
+    pip(env, "install", "--no-index", "--no-deps", "--force-reinstall", wheel)
+    found = check(env, world.series)
+    assert found.state == "drifted"
+    assert "changed since the series was applied" in found.reason
+    assert "alpha.py" in found.reason
+    installed.revert(env, series=world.series)
+    assert {n: v for n, v in snapshot(env.site).items() if n.startswith(PACKAGE + "/")} == {
+        n: v for n, v in before.items() if n.startswith(PACKAGE + "/")
+    }
+    # an uninstall removes what pip installed, patched or not, and leaves what the series added
+    installed.apply(env, series=world.series)
+    pip(env, "uninstall", "-y", PACKAGE)
+    left = {p.relative_to(env.site / PACKAGE).as_posix() for p in (env.site / PACKAGE).rglob("*.py")}
+    assert left == {"late.py", "extra/__init__.py", "extra/inner/__init__.py"}
+
+
 # --- faults of the machine ---------------------------------------------------------------------------------------
 
 

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import random
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -154,6 +160,51 @@ def test_interrupted_am_is_named_and_mended_by_apply_and_by_revert(world: World)
         assert result.mended
         assert not (tree / ".git" / "rebase-apply").exists()
         assert git.out(["status", "--porcelain"], tree) == ""
+
+
+APPLY = """
+import sys
+from pathlib import Path
+from q4kit.series import manifest, worktree
+print("ready", flush=True)
+worktree.apply(sys.argv[1], series=manifest.load(Path(sys.argv[2])))
+"""
+
+
+@pytest.mark.parametrize("children_too", [True, False])
+def test_killed_at_random_moments(world: World, children_too: bool) -> None:
+    """kill -9 of this tool, with git or leaving git running behind it: status names it, apply or revert mends it."""
+    rng = random.Random(7)
+    pin = head(world.base)
+    states = []
+    for trial in range(6):
+        tree = world.tree(f"t{trial}")
+        command = [sys.executable, "-c", APPLY, str(tree), str(world.series.folder)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        end = time.monotonic() + 30
+        marker = journal.marker_path(work_tree(tree))
+        while not marker.exists() and process.poll() is None and time.monotonic() < end:
+            time.sleep(0.0005)
+        time.sleep(rng.uniform(0, 0.08))
+        (os.killpg if children_too else os.kill)(process.pid, signal.SIGKILL)
+        process.wait()
+        found = state.status(tree, series=world.series)
+        states.append(found.state)
+        if found.state == "drifted":
+            assert "interrupted apply" in found.reason or "is running now" in found.reason
+        else:
+            assert (found.state, found.prefix) == ("applied", world.series.length)
+        if trial % 2:
+            worktree.apply(tree, series=world.series)
+            assert state.status(tree, series=world.series).prefix == world.series.length
+        worktree.revert(tree, series=world.series)
+        assert head(tree) == pin
+        assert git.out(["status", "--porcelain"], tree) == ""
+        assert not (tree / ".git" / "rebase-apply").exists()
+        assert not list((tree / ".git").rglob("*.lock"))
+    assert "drifted" in states
 
 
 def test_a_rebase_of_the_users_own_is_left_alone(world: World) -> None:
