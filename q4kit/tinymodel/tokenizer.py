@@ -9,14 +9,14 @@ from typing import Any
 from q4kit.tinymodel.options import MIN_VOCAB, SPECIAL_TOKENS, VISION_TOKENS
 
 CHAT_TEMPLATE = (
-    "{%- for m in messages %}<|im_start|>{{ m['role'] }}\n"
-    "{%- if m['content'] is string %}{{ m['content'] }}"
-    "{%- else %}{%- for part in m['content'] %}"
-    "{%- if part['type'] == 'text' %}{{ part['text'] }}"
-    "{%- elif part['type'] in ('image', 'image_url') %}<|vision_start|><|image_pad|><|vision_end|>"
-    "{%- elif part['type'] in ('video', 'video_url') %}<|vision_start|><|video_pad|><|vision_end|>"
-    "{%- endif %}{%- endfor %}{%- endif %}<|im_end|>\n{%- endfor %}"
-    "{%- if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' }}"
+    "{% if m['content'] is string %}{{ m['content'] }}"
+    "{% else %}{% for part in m['content'] %}"
+    "{% if part['type'] == 'text' %}{{ part['text'] }}"
+    "{% elif part['type'] in ('image', 'image_url') %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% elif part['type'] in ('video', 'video_url') %}<|vision_start|><|video_pad|><|vision_end|>"
+    "{% endif %}{% endfor %}{% endif %}{{ '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 
 
