@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from q4kit import exit_codes
 from q4kit.bench import commands, machine
 from q4kit.bench.runner import PUBLISHED_CONTEXTS, Api, BenchConfig
 from q4kit.bench.texts import TextKind
@@ -151,6 +152,9 @@ def main(argv: list[str] | None = None) -> int:
     except Q4Error as error:
         print(error.render(), file=sys.stderr)
         return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted before anything was measured", file=sys.stderr)
+        return exit_codes.INTERRUPTED
     return int(outcome.exit_code)
 
 

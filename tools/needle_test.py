@@ -12,7 +12,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from q4kit import provenance
+from q4kit import exit_codes, provenance
 from q4kit.bench.texts import TextKind
 from q4kit.errors import Q4Error
 from q4kit.needle import plot, render, runner
@@ -99,6 +99,9 @@ def main(argv: list[str] | None = None) -> int:
     except Q4Error as error:
         print(error.render(), file=sys.stderr)
         return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted before anything was measured", file=sys.stderr)
+        return exit_codes.INTERRUPTED
     return judgement.exit_code
 
 

@@ -26,7 +26,7 @@ def chat(steps: list[tuple[float, bytes]], tokens: int) -> StreamSample:
     fake = Adversary()
     fake.handlers["/v1/chat/completions"] = lambda _: Reply(steps=steps)
     messages = [{"role": "user", "content": "hi"}]
-    expect = Expectation(None, tokens, None)
+    expect = Expectation(None, tokens, cache_report_optional=True)
     return one_chat(fake.client(), messages, tokens, expect, model="fake", clock=fake.clock)
 
 
@@ -128,6 +128,15 @@ def test_same_prompt_from_the_prefix_cache_is_refused() -> None:
 def test_server_that_does_not_say_what_was_cached_is_refused() -> None:
     sample = native(StreamScript([1] * 20, cached=None), 20)
     assert sample.refusals == (Refusal.CACHE_UNKNOWN,)
+
+
+def test_cache_hit_that_the_chat_route_does_report_is_refused() -> None:
+    usage = {"completion_tokens": 2, "prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 8}}
+    steps = [
+        (0.1, sse(chat_event(content="a", count=1))),
+        (0.1, sse({**chat_event(content="b", finish="length"), "usage": usage}, DONE)),
+    ]
+    assert chat(steps, 2).refusals == (Refusal.CACHED_PREFIX,)
 
 
 def test_short_answer_is_refused_not_averaged() -> None:
