@@ -107,6 +107,8 @@ def cmd_export(args: argparse.Namespace) -> int:
         base=args.base,
         mode=args.command,
         allow_fewer=getattr(args, "allow_fewer", False),
+        new_pin=getattr(args, "new_pin", False),
+        old=getattr(args, "old", None),
         progress=progress,
     )
     emit(args, render.exported(result), result)
@@ -210,6 +212,8 @@ def parser() -> argparse.ArgumentParser:
         made.add_argument("--base", metavar="REV", help="commit of the pin (default: found by its content)")
         if name == "refresh":
             made.add_argument("--allow-fewer", action="store_true", help="let the number of patches go down")
+            made.add_argument("--new-pin", action="store_true", help="[base] was changed, the commits rebased onto it")
+            made.add_argument("--old", metavar="BASE..TIP", help="the commits before that, for the range-diff")
     made = command("verify", cmd_verify, "prove every prefix on a fresh tree: ids, compile, import, tests, round trip")
     made.add_argument("--offline", action="store_true", help="only what the folder proves: blob chain and lints")
     made.add_argument("--no-tests", action="store_true", help="leave the tests of the patches out")

@@ -81,7 +81,7 @@ def _from_wheel(base: Base, work: Path, cache: Path, python: str | Path, progres
     if tree != base.tree or commit != base.commit:
         raise EnvironmentFault(
             f"the unpacked wheel gives commit {commit}, tree {tree}, expected {base.commit}, {base.tree}",
-            remedy="this is a bug or a damaged disk: the wheel itself has the recorded sha256",
+            remedy="the wheel has its recorded sha256: if the pin was just changed, record these two ids in [base]",
         )
 
 
@@ -117,8 +117,11 @@ def wrong_base(base: Base, found: dict[str, tuple[str, str]]) -> str:
 
 
 def _check_existing(series: Series, dest: Path) -> None:
-    if git.run(["rev-parse", "-q", "--verify", BASE_REF], dest, check=False).returncode != 0:
+    done = git.run(["rev-parse", "-q", "--verify", f"{BASE_REF}^{{commit}}"], dest, check=False)
+    if done.returncode != 0:
         raise UsageError(f"{dest}: not empty and not made by fetch", remedy="name a new folder")
+    if done.stdout.decode().strip() == series.base.commit:
+        return  # also while the files of a new pin are not recorded yet
     mismatch = wrong_base(series.base, git.entries(dest, BASE_REF, series.touched))
     if mismatch:
         raise UsageError(f"{dest}: fetched for another pin: {mismatch}", remedy="remove the folder and fetch again")

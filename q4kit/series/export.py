@@ -27,6 +27,10 @@ FORMAT = ("-N", "--zero-commit", "--full-index", "--no-signature", "--no-stat")
 """With these a patch file is a function of content, author, date and message alone."""
 
 
+_AM = ("-q", "--committer-date-is-author-date", "--no-3way", "--no-scissors", "--whitespace=nowarn")
+_NO_RANGE_DIFF = "(the recorded patches do not apply to this base: name the old commits with --old BASE..TIP)"
+
+
 @dataclass(frozen=True)
 class Exported:
     """The outcome of an export."""
@@ -46,15 +50,18 @@ def format_patches(root: Path, base: str, head: str = "HEAD") -> dict[str, bytes
         return {p.name: p.read_bytes() for p in sorted(Path(tmp).iterdir())}
 
 
-def find_base(series: Series, root: Path, rev: str | None) -> str:
-    """Return the commit the series starts from; raises UsageError when it does not hold the pinned files."""
+def find_base(series: Series, root: Path, rev: str | None, *, new_pin: bool = False) -> str:
+    """Return the commit the series starts from; raises UsageError when it does not hold the recorded files.
+
+    ``new_pin``: [base] was just changed, so the recorded files are those of the old pin.
+    """
     candidates = [rev] if rev else [BASE_REF, series.base.tag, "base"]
     for name in candidates:
         done = git.run(["rev-parse", "-q", "--verify", f"{name}^{{commit}}"], root, check=False)
         if done.returncode != 0:
             continue
         commit = done.stdout.decode().strip()
-        mismatch = wrong_base(series.base, git.entries(root, commit, series.touched))
+        mismatch = "" if new_pin else wrong_base(series.base, git.entries(root, commit, series.touched))
         if mismatch:
             raise UsageError(f"{root}: base {name}: {mismatch}", remedy="name the commit of the pin with --base REV")
         if git.run(["merge-base", "--is-ancestor", commit, "HEAD"], root, check=False).returncode != 0:
@@ -75,6 +82,8 @@ def export(
     base: str | None = None,
     mode: str = "export",
     allow_fewer: bool = False,
+    new_pin: bool = False,
+    old: str | None = None,
     against: Path | None = None,
     progress: Progress = silent,
 ) -> Exported:
@@ -82,13 +91,15 @@ def export(
 
     ``mode`` "new" only appends: the patches that exist must come out byte for byte as they are. "refresh" also
     returns the range-diff, and refuses to end with fewer patches unless ``allow_fewer``. ``against`` is a tree of the
-    pin to check against (default: the cached fetch). Hand-edited fields are kept. Nothing is written on error.
+    pin to check against (default: the cached fetch). ``new_pin``: [base] was changed and the commits rebased onto it;
+    ``old``, a range, then gives the commits before that to the range-diff. Hand-edited fields are kept. Nothing
+    is written on error.
     """
     series = series or manifest.load()
     root = work_tree(path).root
     if git.out(["status", "--porcelain", "--untracked-files=no"], root):
         raise UsageError(f"{root}: uncommitted changes", remedy="commit or stash them: only commits are exported")
-    start = find_base(series, root, base)
+    start = find_base(series, root, base, new_pin=new_pin)
     files = format_patches(root, start)
     if not files and not series.entries:
         raise UsageError(f"{root}: no commit above the base", remedy="commit the change first")
@@ -105,8 +116,10 @@ def export(
     pins = _pre_images(patches, root, start, against)
     progress(f"round trip of {len(files)} patches")
     _round_trip(files, against)
-    old_range = _old_commits(series, root, start) if mode == "refresh" else ""
-    range_diff = git.out(["range-diff", "--no-color", old_range, f"{start}..HEAD"], root) if old_range else ""
+    range_diff = ""
+    if mode == "refresh":
+        old = old or _old_commits(series, root, start)
+        range_diff = git.out(["range-diff", "--no-color", old, f"{start}..HEAD"], root) if old else _NO_RANGE_DIFF
     document, warnings = _document(series, files, patches, pins)
     changed = [n for n, data in files.items() if _differs(series.folder / n, data)]
     removed = [n for n in before if n not in files]
@@ -151,14 +164,7 @@ def _round_trip(files: Mapping[str, bytes], against: Path) -> None:
         git.run(["checkout", "-q", "--detach", BASE_REF], box)
         for name, data in files.items():
             (Path(tmp) / name).write_bytes(data)
-            options = [
-                "-q",
-                "--committer-date-is-author-date",
-                "--no-3way",
-                "--no-scissors",
-                "--whitespace=nowarn",
-            ]
-            done = git.run(["am", *options, Path(tmp) / name], box, check=False)
+            done = git.run(["am", *_AM, Path(tmp) / name], box, check=False)
             if done.returncode != 0:
                 raise EnvironmentFault(f"{name} does not apply to the pin: {done.stderr.decode(errors='replace')}")
         again = format_patches(box, BASE_REF)
@@ -171,21 +177,19 @@ def _round_trip(files: Mapping[str, bytes], against: Path) -> None:
 
 
 def _old_commits(series: Series, root: Path, start: str) -> str:
-    """Recreate the recorded series as commits in the work tree's object store; returns their range, or ""."""
+    """Return the range of the recorded series, recreated as commits in the work tree's object store.
+
+    Empty when there is no recorded series or it does not apply to ``start``.
+    """
     if not series.entries:
         return ""
     with tempfile.TemporaryDirectory(prefix="q4head-old-") as tmp:
         box = Path(tmp) / "old"
         git.run(["clone", "-q", "--shared", "--no-checkout", root, box], Path(tmp))
         git.run(["checkout", "-q", "--detach", start], box)
-        options = [
-            "-q",
-            "--committer-date-is-author-date",
-            "--no-3way",
-            "--no-scissors",
-            "--whitespace=nowarn",
-        ]
-        git.run(["am", *options, *[series.path(e).resolve() for e in series.entries]], box)
+        files = [series.path(e).resolve() for e in series.entries]
+        if git.run(["am", *_AM, *files], box, check=False).returncode != 0:
+            return ""
         tip = git.out(["rev-parse", "HEAD"], box)
         git.run(["fetch", "-q", "--no-tags", box.resolve().as_uri(), tip], root)
     return f"{start}..{tip}"

@@ -7,10 +7,10 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from world import PACKAGE, World, commit, edit, message
+from world import PACKAGE, World, commit, edit, message, source_files, write_files
 
 from q4kit.errors import UsageError
-from q4kit.series import export, git, lint, manifest, state, worktree
+from q4kit.series import base, export, git, lint, manifest, state, worktree
 from q4kit.series.manifest import MANIFEST, Series
 
 
@@ -182,6 +182,35 @@ def test_refresh_shows_the_range_diff_and_the_counts(world: World) -> None:
     assert (len(result.before), len(result.after)) == (4, 4)
     assert "x + 702" in result.range_diff
     assert "fix(sub): minus three" in result.range_diff
+
+
+def test_moving_to_a_new_pin(world: World) -> None:
+    """The steps of docs/SERIES.md, "A new pin": another release, the commits rebased onto it, one refresh."""
+    files = source_files()
+    files[f"{PACKAGE}/alpha.py"] = "# released again\n" + files[f"{PACKAGE}/alpha.py"]
+    pin = world.root / "pin2"
+    write_files(pin / "python", files)
+    commit_id = base.commit_base(pin, PACKAGE, "1.3.0")
+    path = world.series.folder / MANIFEST
+    text = path.read_text().replace('version = "1.2.3"', 'version = "1.3.0"')
+    path.write_text(text.replace(world.series.base.commit, commit_id))
+    old = git.out(["rev-parse", "HEAD"], world.work)
+    git.run(["fetch", "-q", pin, "base"], world.work)
+    git.run(["rebase", "-q", "--onto", "FETCH_HEAD", base.BASE_REF], world.work)
+    git.run(["update-ref", "refs/q4head/old", base.BASE_REF], world.work)
+    git.run(["update-ref", base.BASE_REF, commit_id], world.work)
+    series = manifest.load(world.series.folder)
+    with pytest.raises(UsageError, match=r"alpha\.py: blob"):
+        export.export(world.work, series=series, against=pin, mode="refresh")
+    result = export.export(
+        world.work, series=series, against=pin, mode="refresh", new_pin=True, old=f"refs/q4head/old..{old}"
+    )
+    assert "fix(alpha): seven is seven hundred" in result.range_diff
+    moved = manifest.load(world.series.folder)
+    assert moved.entries[0].tree_after != world.series.entries[0].tree_after
+    assert moved.entries[0].finding == "1"
+    worktree.apply(pin, series=moved)
+    assert state.status(pin, series=moved).prefix == 4
 
 
 def test_refresh_never_loses_a_patch_silently(world: World) -> None:
