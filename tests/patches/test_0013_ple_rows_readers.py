@@ -1,0 +1,344 @@
+"""Every row reader gives the stored bytes, reads a row once a batch, and keeps its memory bounded.
+
+Stock SGLang can hold the PLE table in pinned memory or map it for a GPU that reads pageable memory; it cannot read
+single rows from storage.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from pathlib import Path
+
+import numpy as np
+import ple_rows_kit as kit
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+
+pytestmark = pytest.mark.red_on_stock
+
+ROW_BYTES = 160
+READERS = sorted(kit.READERS)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, np.ndarray]:
+    """A checkpoint whose payloads start at odd offsets; rows straddle pages and the last one ends its file."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    table = kit.random_rows(20_011, ROW_BYTES, seed=3)
+    weight_map = kit.write_checkpoint(folder, table, shards=8, files=3, pad=3)
+    assert weight_map
+    return folder, table
+
+
+def edges(rows: int, shards: int = 8) -> list[int]:
+    per = -(-rows // shards)
+    return sorted({0, 1, rows - 2, rows - 1} | {i * per + d for i in range(1, shards) for d in (-1, 0, 1)})
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_bytes_equal_safetensors(checkpoint: tuple[Path, np.ndarray], name: str) -> None:
+    folder, table = checkpoint
+    source = kit.api().open_source(str(folder))
+    stored = []
+    for extent, index in zip(source.extents, range(8), strict=True):
+        with safe_open(source.files[extent.file].path, "pt") as f:
+            stored.append(f.get_tensor(f"{kit.PREFIX}.ngram_embedding.shard_{index}.weight").view(torch.uint8).numpy())
+    truth = np.concatenate(stored)
+    assert (truth == table).all()
+    rng = np.random.default_rng(5)
+    with kit.READERS[name](source) as reader:
+        for count in (0, 1, 16, 64, 65, 300, 5000):
+            ids = rng.integers(0, len(table), count)
+            for state in ("cold", "warm"):
+                if state == "cold":
+                    kit.drop_cache(reader)
+                assert (kit.read(reader, ids) == truth[ids]).all(), (count, state)
+        kit.drop_cache(reader)
+        assert (kit.read(reader, edges(len(table))) == truth[edges(len(table))]).all()
+        assert (kit.read(reader, np.arange(len(table))) == truth).all()
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_torch_buffers_of_the_table_dtype(checkpoint: tuple[Path, np.ndarray], name: str) -> None:
+    folder, table = checkpoint
+    ids = torch.tensor([5, 20_010, 5, 9_000])
+    out = torch.zeros((4, ROW_BYTES), dtype=torch.float8_e4m3fn)
+    with kit.READERS[name](kit.api().open_source(str(folder))) as reader:
+        reader.read_rows(ids, out)
+    assert (out.view(torch.uint8).numpy() == table[ids.numpy()]).all()
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_duplicates_are_read_once(checkpoint: tuple[Path, np.ndarray], name: str) -> None:
+    folder, table = checkpoint
+    ids = np.random.default_rng(1).integers(0, 40, 2000) * 500
+    distinct = len(np.unique(ids))
+    with kit.READERS[name](kit.api().open_source(str(folder))) as reader:
+        kit.drop_cache(reader)
+        before = reader.stats.as_dict()
+        assert (kit.read(reader, ids) == table[ids]).all()
+        after = reader.stats.as_dict()
+    delta = {k: after[k] - before[k] for k in after}
+    assert (delta["batches"], delta["rows"], delta["unique_rows"]) == (1, 2000, distinct)
+    assert delta["requests"] + delta["resident_rows"] <= distinct
+
+
+def test_rows_that_share_a_page_are_one_direct_read(checkpoint: tuple[Path, np.ndarray]) -> None:
+    folder, table = checkpoint
+    with kit.READERS["io_uring-direct"](kit.api().open_source(str(folder))) as reader:
+        assert (kit.read(reader, np.arange(2000)) == table[:2000]).all()
+        pages = 2000 * ROW_BYTES // 4096
+        # A row across a boundary needs a two-page read of its own.
+        assert reader.stats.requests <= 2 * pages + 4
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_other_ranks_rows_are_zero(checkpoint: tuple[Path, np.ndarray], name: str) -> None:
+    folder, table = checkpoint
+    ids = np.array([0, 99, 100, 101, 101, 7_999, 8_000, 20_010])
+    inside = (ids >= 100) & (ids < 8_000)
+    with kit.READERS[name](kit.api().open_source(str(folder)), (100, 8_000)) as reader:
+        got = kit.read(reader, ids)
+        assert (got[inside] == table[ids[inside]]).all()
+        assert not got[~inside].any()
+        assert reader.stats.unique_rows == 3
+        assert not kit.read(reader, [0, 20_010]).any()
+
+
+@pytest.mark.parametrize("name", READERS)
+@pytest.mark.parametrize("bad", [-1, 20_011, 1 << 40, -(1 << 62)])
+def test_ids_outside_the_table_are_errors(checkpoint: tuple[Path, np.ndarray], name: str, bad: int) -> None:
+    folder, table = checkpoint
+    with kit.READERS[name](kit.api().open_source(str(folder)), (0, 10)) as reader:
+        with pytest.raises(IndexError, match=f"{bad} at position 2 .*20011 rows"):
+            kit.read(reader, [1, 2, bad, 3])
+        assert (kit.read(reader, [1, 2, 3]) == table[1:4]).all()
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_wrong_buffers_are_errors(checkpoint: tuple[Path, np.ndarray], name: str) -> None:
+    folder, _ = checkpoint
+    ids, out = np.arange(4), np.zeros((4, ROW_BYTES), dtype=np.uint8)
+    reader = kit.READERS[name](kit.api().open_source(str(folder)))
+    with reader:
+        with pytest.raises(ValueError, match="480 bytes, 4 rows of 160 bytes need 640"):
+            reader.read_rows(ids, out[:3])
+        for wrong in (ids.astype(np.int32), ids[::2], [1, 2], torch.arange(4, dtype=torch.int32)):
+            with pytest.raises(TypeError, match="int64"):
+                reader.read_rows(wrong, out)
+        frozen = out.copy()
+        frozen.flags.writeable = False
+        for target in (
+            frozen,
+            np.zeros((4, 2 * ROW_BYTES), np.uint8)[:, ::2],
+            torch.zeros(ROW_BYTES, 4, dtype=torch.uint8).t(),
+        ):
+            with pytest.raises(TypeError, match="contiguous"):
+                reader.read_rows(ids, target)
+    with pytest.raises(ValueError, match="closed"):
+        reader.read_rows(ids, out)
+    reader.close()
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_any_layout_any_ids(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    """Shard counts, file splits, odd payload offsets, row sizes below and above a page, duplicates, rank ranges."""
+    dtype = data.draw(st.sampled_from(["F8_E4M3", "BF16"]))
+    dim = data.draw(st.sampled_from([1, 3, 16, 160, 2048, 5000]))
+    rows = data.draw(st.integers(1, 60 if dim > 1000 else 700))
+    table = kit.random_rows(rows, dim * kit.ITEM[dtype], seed=data.draw(st.integers(0, 99)))
+    folder = tmp_path_factory.mktemp("layout")
+    kit.write_checkpoint(
+        folder,
+        table,
+        dtype=dtype,
+        shards=data.draw(st.integers(1, min(rows, 9))),
+        files=data.draw(st.integers(1, 3)),
+        pad=data.draw(st.integers(0, 4100)),
+        index=data.draw(st.booleans()),
+    )
+    begin = data.draw(st.integers(0, rows))
+    end = data.draw(st.integers(begin, rows))
+    batches = data.draw(st.lists(st.lists(st.integers(0, rows - 1), max_size=300), min_size=1, max_size=3))
+    source = kit.api().open_source(str(folder))
+    for name in READERS:
+        with kit.READERS[name](source, (begin, end)) as reader:
+            for batch in batches:
+                ids = np.array(batch, dtype=np.int64)
+                expected = np.where(((ids >= begin) & (ids < end))[:, None], table[ids], 0)
+                assert (kit.read(reader, ids) == expected).all(), name
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3, 17, 256, 4096])
+def test_any_queue_depth(checkpoint: tuple[Path, np.ndarray], depth: int) -> None:
+    folder, table = checkpoint
+    ids = np.random.default_rng(depth).integers(0, len(table), 3000)
+    for name in ("io_uring-direct", "io_uring-cached"):
+        with kit.READERS[name](kit.api().open_source(str(folder)), queue_depth=depth) as reader:
+            assert 1 <= reader.info()["queue_depth"] <= min(depth, 256)
+            kit.drop_cache(reader)
+            assert (kit.read(reader, ids) == table[ids]).all()
+
+
+def test_queue_depth_is_measured(tmp_path: Path) -> None:
+    """On a table too large to be a toy the depth comes from a probe; it is one of those that were tried."""
+    data = kit.write_flat(tmp_path, kit.random_rows(1, ROW_BYTES))
+    rows = (260 << 20) // ROW_BYTES
+    os.truncate(data, rows * ROW_BYTES)
+    kit.write_flat(tmp_path / "x", kit.random_rows(1, ROW_BYTES))  # ple.json needs the row count of the sparse file
+    (tmp_path / "ple.json").write_text((tmp_path / "ple.json").read_text().replace('"rows": 1', f'"rows": {rows}'))
+    with kit.READERS["io_uring-direct"](kit.api().open_source(str(tmp_path))) as reader:
+        assert reader.info()["queue_depth"] in (16, 32, 64, 128, 256)
+        assert reader.stats.batches == 0
+        assert not kit.read(reader, [1, rows - 1]).any()
+
+
+def test_offsets_beyond_four_gib(tmp_path: Path) -> None:
+    """The published table's geometry: 320,001,536 rows, 51.2 GB, as a sparse file with rows at both ends."""
+    rows = 320_001_536
+    data = kit.write_flat(tmp_path, kit.random_rows(1, ROW_BYTES))
+    (tmp_path / "ple.json").write_text((tmp_path / "ple.json").read_text().replace('"rows": 1', f'"rows": {rows}'))
+    os.truncate(data, rows * ROW_BYTES)
+    ids = [0, 26_843_546, 160_000_768, rows - 1]
+    marks = kit.random_rows(len(ids), ROW_BYTES, seed=8)
+    with open(data, "r+b") as f:
+        for row, mark in zip(ids, marks, strict=True):
+            f.seek(row * ROW_BYTES)
+            f.write(mark.tobytes())
+        os.fsync(f.fileno())
+    source = kit.api().open_source(str(tmp_path))
+    assert source.nbytes == 51_200_245_760
+    for name in READERS:
+        with kit.READERS[name](source, queue_depth=16) as reader:
+            assert (kit.read(reader, ids) == marks).all(), name
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_threads_share_a_reader(checkpoint: tuple[Path, np.ndarray], name: str) -> None:
+    folder, table = checkpoint
+    wrong: list[str] = []
+    with kit.READERS[name](kit.api().open_source(str(folder))) as reader:
+
+        def work(seed: int) -> None:
+            rng = np.random.default_rng(seed)
+            for count in rng.choice([1, 16, 16, 400], 40):
+                ids = rng.integers(0, len(table), count)
+                if not (kit.read(reader, ids) == table[ids]).all():
+                    wrong.append(f"thread {seed}")
+
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120)
+        assert not any(t.is_alive() for t in threads)
+        assert reader.stats.batches == 160
+    assert not wrong
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_forked_child_reads_too(checkpoint: tuple[Path, np.ndarray], name: str) -> None:
+    """The child has neither the parent's threads nor its ring; both keep reading the right bytes."""
+    folder, table = checkpoint
+    ids = np.random.default_rng(2).integers(0, len(table), 700)
+    with kit.READERS[name](kit.api().open_source(str(folder))) as reader:
+        assert (kit.read(reader, ids) == table[ids]).all()
+        pid = os.fork()
+        if pid == 0:
+            code = 3
+            try:
+                code = 0 if (kit.read(reader, ids) == table[ids]).all() else 1
+            finally:
+                os._exit(code)
+        assert (kit.read(reader, ids[::-1].copy()) == table[ids[::-1]]).all()
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+# --- memory ------------------------------------------------------------------
+
+
+def mapped_rss(path: str) -> int:
+    """Resident bytes of this process's mappings of ``path``, from smaps."""
+    total, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match(r"^[0-9a-f]+-[0-9a-f]+ ", line):
+            inside = line.endswith(path)
+        elif inside and line.startswith("Rss:"):
+            total += int(line.split()[1]) * 1024
+    return total
+
+
+def process_rss() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+@pytest.fixture(scope="module")
+def big(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, np.ndarray]:
+    """A 256 MiB flat table."""
+    folder = tmp_path_factory.mktemp("big")
+    table = kit.random_rows((256 << 20) // ROW_BYTES, ROW_BYTES, seed=4)
+    kit.write_flat(folder, table)
+    return folder, table
+
+
+def test_what_releases_mapped_pages(big: tuple[Path, np.ndarray]) -> None:
+    """MADV_RANDOM and FADV_DONTNEED leave mapped pages resident; release_resident does not, and rows stay readable."""
+    folder, table = big
+    source = kit.api().open_source(str(folder))
+    path = source.files[0].path
+    ids = np.random.default_rng(0).integers(0, len(table), 40_000)
+    with kit.READERS["mmap"](source, rss_budget_bytes=0) as reader:
+        assert (kit.read(reader, ids) == table[ids]).all()
+        touched = mapped_rss(path)
+        assert touched > 100 << 20
+        fd = os.open(path, os.O_RDONLY)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(fd)
+        assert mapped_rss(path) > 0.9 * touched
+        reader.release_resident()
+        assert mapped_rss(path) == 0
+        assert (kit.read(reader, ids[:16]) == table[ids[:16]]).all()
+
+
+@pytest.mark.parametrize("name", ["auto", "mmap", "python-mmap"])
+def test_mapped_pages_stay_under_the_budget(big: tuple[Path, np.ndarray], name: str) -> None:
+    folder, table = big
+    source = kit.api().open_source(str(folder))
+    budget = 64 << 20
+    rng = np.random.default_rng(0)
+    Path(source.files[0].path).read_bytes()  # warm, so that auto copies from the mapping
+    peak = 0
+    with kit.READERS[name](source, rss_budget_bytes=budget, rss_interval_s=0.05) as reader:
+        for _ in range(12):
+            ids = rng.integers(0, len(table), 20_000)
+            assert (kit.read(reader, ids) == table[ids]).all()
+            threading.Event().wait(0.2)
+            peak = max(peak, mapped_rss(source.files[0].path))
+    assert peak <= budget
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_memory_is_flat_over_a_long_mixed_run(big: tuple[Path, np.ndarray], name: str) -> None:
+    folder, table = big
+    rng = np.random.default_rng(0)
+    source = kit.api().open_source(str(folder))
+    descriptors = len(os.listdir("/proc/self/fd"))
+    with kit.READERS[name](source, rss_budget_bytes=1 << 20, rss_interval_s=0.05) as reader:
+        out = np.empty((4096, ROW_BYTES), dtype=np.uint8)
+        samples = []
+        for step in range(400):
+            count = 4096 if step % 40 == 0 else 16
+            ids = rng.integers(0, len(table), count)
+            reader.read_rows(ids, out[:count])
+            assert (out[:count] == table[ids]).all()
+            if step % 100 == 99:
+                reader.release_resident()
+                samples.append(process_rss())
+    assert samples[-1] - samples[0] < 16 << 20
+    assert len(os.listdir("/proc/self/fd")) == descriptors
