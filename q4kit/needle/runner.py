@@ -64,6 +64,15 @@ class Trial:
 
 
 @dataclass(frozen=True)
+class Forced:
+    """Summed logprob of a forced code (nats), cached prompt tokens, and the number of code tokens."""
+
+    total: float
+    cached: int | None
+    tokens: int
+
+
+@dataclass(frozen=True)
 class LogprobTrial:
     """Logprob of the right code, forced, with the needle in the prompt and without it. Nats, summed over tokens."""
 
@@ -146,10 +155,12 @@ class _Runner:
         plans = make_plan(self.config)
         for number, plan in enumerate(plans, 1):
             self.progress(f"prompt {number}/{len(plans)}: {plan.length} tokens, {plan.control.value}")
+            # All requests about one haystack in a row, so that its prefix is computed once.
             present = self._build(plan)
             self._questions(plan, present, plan.control)
             if plan.control is not Control.NONE:
                 continue
+            with_needle = self._forced_all(present) if self.config.logprob else {}
             first_of_length = plan.length not in absent_done
             if not (self.config.logprob or first_of_length):
                 continue
@@ -157,8 +168,10 @@ class _Runner:
             if first_of_length:
                 absent_done.add(plan.length)
                 self._questions(plan, removed, Control.ABSENT)
+            else:
+                self.server.flush_cache()
             if self.config.logprob:
-                self._logprobs(present, removed)
+                self._pair(present, with_needle, self._forced_all(removed))
 
     def _build(self, plan: PromptPlan, *, remove: bool = False) -> Haystack:
         return build(
@@ -215,39 +228,41 @@ class _Runner:
             return chat_answer(text, finish, starts_inside=self.frame.opens_thinking)
         return forced_answer(text, finish)
 
-    def _logprobs(self, present: Haystack, removed: Haystack) -> None:
-        """Force every wanted code after its question, in both haystacks, and keep the difference."""
-        absent: dict[str, tuple[float, int | None]] = {}
-        wanted = [h for h in present.hidden if h.wanted]
-        try:
-            # All of one haystack first, so that its prefix is computed once.
-            for hidden in wanted:
-                total, cached, _ = self._forced(removed, hidden.needle)
-                absent[hidden.needle.key] = (total, cached)
-            for hidden in wanted:
-                total, cached, tokens = self._forced(present, hidden.needle)
-                without, cached_without = absent[hidden.needle.key]
-                trial = LogprobTrial(
-                    length=present.length,
-                    cell_depth=hidden.cell_depth,
-                    depth=hidden.depth,
-                    key=hidden.needle.key,
-                    tokens=tokens,
-                    present=total,
-                    absent=without,
-                    cached_present=cached,
-                    cached_absent=cached_without,
-                )
-                self.result.logprobs.append(trial)
-        except NotFiniteError as error:
-            self.result.logprob_faults.append(str(error))
-        except ServerError as error:
-            if NAN_FINISH_TEXT not in str(error):
-                raise
-            self.result.logprob_faults.append(str(error))
+    def _forced_all(self, hay: Haystack) -> dict[str, Forced]:
+        """Return the forced logprob of every wanted code in one haystack, by key; NaN is noted and left out."""
+        found: dict[str, Forced] = {}
+        for hidden in (h for h in hay.hidden if h.wanted):
+            try:
+                found[hidden.needle.key] = self._forced(hay, hidden.needle)
+            except NotFiniteError as error:
+                self.result.logprob_faults.append(str(error))
+            except ServerError as error:
+                if NAN_FINISH_TEXT not in str(error):
+                    raise
+                self.result.logprob_faults.append(str(error))
+        return found
 
-    def _forced(self, hay: Haystack, needle: Needle) -> tuple[float, int | None, int]:
-        """Return (summed logprob of the code's tokens, cached tokens, number of code tokens)."""
+    def _pair(self, hay: Haystack, present: Mapping[str, Forced], absent: Mapping[str, Forced]) -> None:
+        """Keep one logprob trial for every code that was read in both haystacks."""
+        for hidden in hay.hidden:
+            key = hidden.needle.key
+            if key not in present or key not in absent:
+                continue
+            trial = LogprobTrial(
+                length=hay.length,
+                cell_depth=hidden.cell_depth,
+                depth=hidden.depth,
+                key=key,
+                tokens=present[key].tokens,
+                present=present[key].total,
+                absent=absent[key].total,
+                cached_present=present[key].cached,
+                cached_absent=absent[key].cached,
+            )
+            self.result.logprobs.append(trial)
+
+    def _forced(self, hay: Haystack, needle: Needle) -> Forced:
+        """Return the logprob of a code, forced after its question."""
         if not self.config.share_prefix:
             self.server.flush_cache()
         prompt = ask(self.server, hay, self.config.mode, needle.key, answering=True)
@@ -265,7 +280,7 @@ class _Runner:
         )
         meta = answer["meta_info"]
         values = code_logprobs(meta.get("input_token_logprobs"), code)
-        return math.fsum(values), meta.get("cached_tokens"), len(code)
+        return Forced(math.fsum(values), meta.get("cached_tokens"), len(code))
 
 
 def code_logprobs(entries: Iterable[Sequence[Any]] | None, code: Sequence[int]) -> list[float]:

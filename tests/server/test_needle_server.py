@@ -1,4 +1,6 @@
-"""The needle test against the real server. Its random model retrieves nothing, and the tool must say just that."""
+"""The needle test against the real server. Its random model retrieves nothing, and the tool must say just
+that.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,8 @@ SMALL: dict[str, Any] = {"depths": (0.0, 1.0), "distractors": 1, "short_length":
 class ForcingClient(Client):
     """The real server, made to answer right: a grammar lets only the code pass that the prompt states.
 
-    Retrieval is thereby given, so scoring, controls and verdict are tested on real output of a model that could
-    never produce it by itself. Where the prompt states no code the grammar allows only NONE.
+    Retrieval is thereby given, so scoring, controls and verdict are tested on real output of a model that
+    could never produce it by itself. Where the prompt states no code the grammar allows only NONE.
     """
 
     def generate(self, payload: Mapping[str, Any]) -> dict[str, Any]:

@@ -88,6 +88,19 @@ def test_prompts_have_the_exact_length_and_forced_ones_stay_below_it() -> None:
     assert all(n in range(5976, 6001) or n in range(7976, 8001) for n in forced)
 
 
+def test_requests_about_one_haystack_come_in_a_row() -> None:
+    """A 262,144-token prefill takes minutes: each haystack may be computed once, then only its tails."""
+    model = Model()
+    go(model)
+    heads: list[tuple[int, ...]] = []
+    for path, payload in model.transport.seen:
+        if path == "/generate" and (not heads or heads[-1] != tuple(payload["input_ids"][:4000])):
+            heads.append(tuple(payload["input_ids"][:4000]))
+    # short, then per length: with needles, without, shifted.
+    assert len(heads) == 1 + 2 * 3
+    assert len(set(heads)) == len(heads)
+
+
 def test_six_of_six_may_claim_sixty_percent() -> None:
     summary = summarise(go(Model()), Mode.IGNORE_EOS)
     assert summary.overall.bound == pytest.approx(0.05 ** (1 / 6))
@@ -196,7 +209,7 @@ def test_cut_short_keeps_every_trial_so_far(stop: str) -> None:
         return good(payload)
 
     model.handlers["/generate"] = fail
-    result = go(model)
+    result = go(model, Config((6000, 8000), (0.0, 0.5, 1.0), short_length=5000, distractors=3, logprob=False))
     assert len(result.trials) == 7
     assert result.ended is (Ended.INTERRUPTED if stop == "user" else Ended.FAULT)
     assert verdict(result) == (Verdict.PARTIAL, 130 if stop == "user" else 4)
