@@ -312,5 +312,5 @@ def test_without_a_compiler(tmp_path: Path) -> None:
 
 def test_unknown_reader(tmp_path: Path) -> None:
     _, _, source = table_in(tmp_path)
-    with pytest.raises(ValueError, match="'fast'.*'auto', 'io_uring', 'pread', 'mmap'"):
+    with pytest.raises(ValueError, match=r"'fast'.*'auto', 'io_uring', 'pread', 'mmap'"):
         kit.api().open_row_reader(source, "fast")

@@ -300,10 +300,13 @@ def test_header_parser_never_accepts_what_the_library_refuses(
     header = kit.part("safetensors_header")
     path = tmp_path_factory.mktemp("header") / "x.safetensors"
     path.write_bytes(struct.pack("<Q", max(0, len(raw) + lie)) + raw + b"\0" * payload)
+    refusal, entries = "", {}
     try:
         entries = header.read_header(str(path))
     except kit.api().PleTableError as e:
-        assert str(path) in str(e)
+        refusal = str(e)
+    if refusal:
+        assert str(path) in refusal
         return
     assert accepted_by_library(path)
     at = 8 + len(raw)

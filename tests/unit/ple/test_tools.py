@@ -1,0 +1,54 @@
+"""The two command lines: exit codes, messages, and a clear word where SGLang lacks the reader."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from q4kit import exit_codes
+from q4kit.errors import EnvironmentFault
+from q4kit.ple import patched
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def tool(name: str, *args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(ROOT / "tools" / name), *args], capture_output=True, text=True, timeout=300
+    )
+
+
+@pytest.mark.parametrize("name", ["ple_table.py", "ple_bench.py"])
+def test_help_documents_exit_codes_and_needs_no_sglang(name: str) -> None:
+    done = tool(name, "--help")
+    assert done.returncode == 0
+    assert "Exit codes" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "args"), [("ple_table.py", []), ("ple_table.py", ["melt"]), ("ple_bench.py", ["--fast"])]
+)
+def test_usage_errors(name: str, args: list[str]) -> None:
+    assert tool(name, *args).returncode == exit_codes.USAGE
+
+
+def test_missing_reader_is_an_environment_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> None:
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    monkeypatch.setattr(patched.importlib, "import_module", absent)
+    with pytest.raises(EnvironmentFault, match="no on-disk PLE row reader") as caught:
+        patched.rows_module()
+    assert "series.py apply" in caught.value.remedy
+
+
+def test_a_fault_inside_the_reader_is_not_blamed_on_the_series(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(name: str) -> None:
+        raise ModuleNotFoundError("No module named 'msgspec'", name="msgspec")
+
+    monkeypatch.setattr(patched.importlib, "import_module", broken)
+    with pytest.raises(ModuleNotFoundError, match="msgspec"):
+        patched.rows_module()
