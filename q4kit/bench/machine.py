@@ -11,6 +11,7 @@ import ctypes
 import mmap
 import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -82,7 +83,75 @@ def gpu_state() -> list[dict[str, str]]:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
         return []
-    rows = [line.split(", ") for line in done.stdout.strip().splitlines()]
+    return _parse_gpu_rows(done.stdout)
+
+
+_LOAD_FIELDS = (
+    "clocks.sm", "clocks.mem", "power.draw", "temperature.gpu", "pcie.link.gen.current", "pcie.link.width.current",
+)  # fmt: skip
+_WATCH_MS = 500
+
+
+class GpuWatch:
+    """Watch the GPUs while a request runs: between requests they idle, and so do clocks and PCIe link.
+
+    One `nvidia-smi -lms` process writes a line twice a second; nothing runs where there is none.
+    """
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] | None = None
+        self.rows: list[dict[str, str]] = []
+
+    def __enter__(self) -> GpuWatch:
+        tool = shutil.which("nvidia-smi")
+        if tool is not None:
+            command = [tool, f"--query-gpu={','.join(_GPU_FIELDS)}", "--format=csv,noheader,nounits"]
+            command.append(f"-lms={_WATCH_MS}")
+            with contextlib.suppress(OSError):
+                self._process = subprocess.Popen(
+                    command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True
+                )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process is None:
+            return
+        # Its own process group, so that a wrapper script around nvidia-smi ends with it.
+        for how in (signal.SIGTERM, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, how)
+            try:
+                output, _error = self._process.communicate(timeout=5)
+                break
+            except subprocess.TimeoutExpired:
+                continue
+        else:
+            return
+        self.rows = _parse_gpu_rows(output)
+
+    def summary(self) -> dict[str, Any]:
+        """Return per field the least and greatest value seen over all GPUs, and every throttle reason met."""
+        found: dict[str, Any] = {}
+        for name in _LOAD_FIELDS:
+            values = [v for v in (_as_float(row[name]) for row in self.rows) if v is not None]
+            if values:
+                found[name] = [min(values), max(values)]
+        reasons = sorted({row["clocks_throttle_reasons.active"] for row in self.rows})
+        if reasons:
+            found["throttle_reasons"] = reasons
+        return found
+
+
+def _as_float(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def _parse_gpu_rows(output: str) -> list[dict[str, str]]:
+    rows = [[cell.strip() for cell in line.split(",")] for line in output.strip().splitlines()]
+    # The line that was being written when the process was stopped may be short.
     return [dict(zip(_GPU_FIELDS, row, strict=True)) for row in rows if len(row) == len(_GPU_FIELDS)]
 
 

@@ -39,6 +39,9 @@ def report(result: RunResult, config: BenchConfig, provenance: Mapping[str, Any]
     if points:
         out.blocks.append(speed_table(points))
         out.blocks.append(detail_table(points))
+        load = load_table(result)
+        if load.rows:
+            out.blocks.append(load)
     if rows:
         out.blocks.append(domain_table(rows))
     details = _refusal_lines(result)
@@ -114,6 +117,30 @@ def detail_table(points: Sequence[PointSummary]) -> Table:
             p.disk_read_bytes / 1e6 if p.disk_read_bytes is not None else None,
             p.cached_resend_tokens, p.cached_resend_ttft_s,
         )  # fmt: skip
+    return table
+
+
+def load_table(result: RunResult) -> Table:
+    """Return GPU clocks, power, temperature and PCIe link under load, least and greatest over a point's repeats."""
+    names = {
+        "clocks.sm": "SM MHz",
+        "clocks.mem": "memory MHz",
+        "power.draw": "W",
+        "temperature.gpu": "C",
+        "pcie.link.gen.current": "PCIe gen",
+        "pcie.link.width.current": "PCIe width",
+    }
+    table = Table(["context", "text", *names.values(), "throttle reasons"], title="GPU under load")
+    for p in result.points:
+        loads = [r.load for r in p.repeats if r.load]
+        if not loads:
+            continue
+        cells = []
+        for name in names:
+            seen = [v for load in loads for v in load.get(name, ())]
+            cells.append(f"{min(seen):g} .. {max(seen):g}" if seen else None)
+        reasons = sorted({r for load in loads for r in load.get("throttle_reasons", ())})
+        table.add(p.context, p.kind.value, *cells, " ".join(reasons))
     return table
 
 

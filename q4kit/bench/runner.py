@@ -95,6 +95,8 @@ class Repeat:
     sample: StreamSample
     before: Snapshot
     after: Snapshot
+    load: dict[str, Any] = field(default_factory=dict)
+    """GPU clocks, power, temperature and PCIe link while the request ran: [least, greatest] a field."""
 
     @property
     def page_cache(self) -> PageCache:
@@ -113,6 +115,7 @@ class Repeat:
             "disk_read_bytes": self.disk_read_bytes,
             "machine_before": self.before.to_json(),
             "machine_after": self.after.to_json(),
+            "machine_under_load": self.load,
         }
 
 
@@ -295,12 +298,14 @@ def _run_point(
             machine.evict(table)
         sleep(config.settle_s)
         before = look(table)
+        watch = machine.GpuWatch()
         try:
-            sample = one_request(server, ids, config.tokens, expect, clock=clock)
+            with watch:
+                sample = one_request(server, ids, config.tokens, expect, clock=clock)
         except BrokenStreamError as error:
-            point.repeats.append(Repeat(index, error.sample, before, look(table)))
+            point.repeats.append(Repeat(index, error.sample, before, look(table), watch.summary()))
             raise
-        point.repeats.append(Repeat(index, sample, before, look(table)))
+        point.repeats.append(Repeat(index, sample, before, look(table), watch.summary()))
         progress(f"{name}: repeat {index + 1}/{config.repeats}: {brief(sample)}")
     if config.resend:
         # The same prompt once more: shows beside the honest number what a prefix cache would have made of it.

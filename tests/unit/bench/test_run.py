@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -258,6 +259,34 @@ def test_page_cache_states_of_a_real_file(tmp_path: Path) -> None:
     assert left is not None
     assert page_cache_state(left) in (PageCache.COLD, PageCache.WARM)  # tmpfs cannot evict, and says so
     assert page_cache_state(None) is PageCache.UNKNOWN
+
+
+def test_gpu_is_watched_while_the_request_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for nvidia-smi that idles at the single look and works while it is being watched."""
+    tool = tmp_path / "nvidia-smi"
+    row = "GPU X, 600.1, {sm}, 9000, 2600, {w}, 70.00, 61, {gen}, 5, 16, 16, 100, 24000, 0x0000000000000004"
+    idle, busy = row.format(sm=300, w="9.50", gen=1), row.format(sm=2550, w="69.90", gen=5)
+    watching = f"echo '{busy}'; echo '{busy[:20]}'; sleep 30 & wait"
+    tool.write_text(f"#!/bin/sh\ncase \"$*\" in *-lms*) {watching};; *) echo '{idle}';; esac\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    fake = Adversary()
+
+    def generate(payload: dict[str, Any]) -> Reply:
+        time.sleep(0.5)
+        return steady().reply(payload)
+
+    fake.handlers["/generate"] = generate
+    config = BenchConfig((101,), tokens=20, repeats=1, warmup=False, resend=False)
+    result = run_contexts(fake.client(), config, RunResult(), sleep=fake.clock.sleep, clock=fake.clock)
+    repeat = result.points[0].repeats[0]
+    assert repeat.before.gpus[0]["clocks.sm"] == "300"
+    assert repeat.load["clocks.sm"] == [2550.0, 2550.0]
+    assert repeat.load["pcie.link.gen.current"] == [5.0, 5.0]
+    assert repeat.load["throttle_reasons"] == ["0x0000000000000004"]
+    text = render.report(result, config, {}).text()
+    assert "2550 .. 2550" in text
+    assert "0x0000000000000004" in text
 
 
 def test_drift_is_reported_as_a_warning() -> None:
