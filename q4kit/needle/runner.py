@@ -168,8 +168,8 @@ class _Runner:
             if first_of_length:
                 absent_done.add(plan.length)
                 self._questions(plan, removed, Control.ABSENT)
-            else:
-                self.server.flush_cache()
+            elif self.config.logprob:
+                self._open(removed)
             if self.config.logprob:
                 self._pair(present, with_needle, self._forced_all(removed))
 
@@ -179,8 +179,23 @@ class _Runner:
             remove_wanted=remove, reserve=CODE_RESERVE if self.config.logprob else 0,
         )  # fmt: skip
 
-    def _questions(self, plan: PromptPlan, hay: Haystack, control: Control) -> None:
+    def _open(self, hay: Haystack) -> None:
+        """Flush the cache and compute the haystack once, so that every question only computes its tail.
+
+        Asking the first question would not do: a model with recurrent layers can continue only from a state that
+        was saved, and the server saves one at the end of a request, behind the point where the questions part.
+        """
         self.server.flush_cache()
+        if not self.config.share_prefix:
+            return
+        try:
+            self.server.generate({"input_ids": list(hay.ids), "sampling_params": {**GREEDY, "max_new_tokens": 1}})
+        except ServerError:
+            # The questions will fail the same way and be classified; only a dead server ends the run here.
+            self.server.health()
+
+    def _questions(self, plan: PromptPlan, hay: Haystack, control: Control) -> None:
+        self._open(hay)
         needles = [h.needle for h in hay.hidden]
         for hidden in (h for h in hay.hidden if h.wanted):
             if not self.config.share_prefix:

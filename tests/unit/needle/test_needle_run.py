@@ -48,7 +48,8 @@ class Model(Adversary):
             rows = [[None, ids[start], None]] + [[total / len(ids[start + 1 :]), i, None] for i in ids[start + 1 :]]
             meta |= {"input_token_logprobs": rows, "finish_reason": {"type": "length", "length": 0}}
             return Reply({"text": "", "meta_info": meta})
-        key = re.findall(r"access code of depot (\w+) is stated", text)[-1]
+        asked = re.findall(r"access code of depot (\w+) is stated", text)
+        key = asked[-1] if asked else "nobody"
         meta["finish_reason"] = {"type": "length" if payload["sampling_params"]["ignore_eos"] else "stop"}
         return Reply({"text": f" {self.reader(text, key)}\nmore words", "meta_info": meta})
 
@@ -200,7 +201,7 @@ def test_cut_short_keeps_every_trial_so_far(stop: str) -> None:
 
     def fail(payload: dict[str, Any]) -> Reply:
         nonlocal calls
-        calls += 1
+        calls += "is stated" in model.tokenizer.decode(payload["input_ids"])
         if calls == 8:
             if stop == "user":
                 raise KeyboardInterrupt
