@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from q4kit.claims.ledger import Claim, Ledger
-from q4kit.claims.numbers import Quoted, canonical_unit, find
+from q4kit.claims.numbers import Quoted, blank_code, canonical_unit, find
 
 _INLINE = re.compile(r"<!--\s*c:([^\s>]+)\s*-->|\[c:([^\]\s]+)\]")
 _LIST = re.compile(r"<!--\s*claims:\s*((?:.|\n)*?)\s*-->|^Claims:\s*(.*)$", re.MULTILINE)
@@ -65,8 +65,9 @@ def check_document(
     the unrounded values (see `exact_values`); without them the ledger's own rounding is taken.
     """
     findings: list[Finding] = []
-    lines = text.splitlines()
-    sections = split_sections(text)
+    # Code shows the syntax of markers, it does not use it.
+    lines = blank_code(text).splitlines()
+    sections = split_sections("\n".join(lines))
     claims = ledger.claims
     for line_number, ids in _all_ids(lines, sections):
         for claim_id in ids:
@@ -283,8 +284,7 @@ def _all_ids(lines: list[str], sections: Iterable[Section]) -> Iterable[tuple[in
 
 
 def _inline_ids(line: str) -> tuple[str, ...]:
-    # Inline code shows the syntax, it does not use it.
-    return tuple(a or b for a, b in _INLINE.findall(re.sub(r"`[^`]*`", "", line)))
+    return tuple(a or b for a, b in _INLINE.findall(line))
 
 
 def _base_finding(name: str, quoted: Quoted, claim: Claim, lines: list[str], base: str) -> list[Finding]:

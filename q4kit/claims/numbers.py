@@ -56,24 +56,29 @@ def parse_number(text: str) -> tuple[float, int]:
 
 def find(text: str) -> Iterator[Quoted]:
     """Yield every number with a unit of measurement, table cells under a heading with a unit included."""
-    fenced = False
     header: list[str] = []
-    for number, line in enumerate(text.splitlines(), 1):
-        if line.lstrip().startswith(("```", "~~~")):
-            fenced = not fenced
-            continue
-        if fenced:
-            continue
-        prose = _CODE.sub(lambda m: " " * len(m.group(0)), line)
+    for number, prose in enumerate(blank_code(text).splitlines(), 1):
         yield from _in_prose(prose, number)
-        if line.lstrip().startswith("|"):
+        if prose.lstrip().startswith("|"):
             cells = _cells(prose)
             if not header:
                 header = [_header_unit(c) for c in cells]
-            elif not re.fullmatch(r"[\s|:-]+", line):
+            elif not re.fullmatch(r"[\s|:-]+", prose):
                 yield from _in_cells(cells, header, number)
         else:
             header = []
+
+
+def blank_code(text: str) -> str:
+    """Return the text with fenced code, inline code and link targets blanked out; lines and columns stay."""
+    lines = []
+    fenced = False
+    for line in text.splitlines():
+        fence = line.lstrip().startswith(("```", "~~~"))
+        hidden = fenced or fence
+        fenced = fenced != fence
+        lines.append("" if hidden else _CODE.sub(lambda m: " " * len(m.group(0)), line))
+    return "\n".join(lines)
 
 
 def _in_prose(line: str, number: int) -> Iterator[Quoted]:

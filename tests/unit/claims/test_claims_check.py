@@ -161,6 +161,8 @@ def test_other_documents_are_checked_only_where_marked() -> None:
 
 def test_syntax_shown_as_code_is_no_marker() -> None:
     assert found("write `57 tok/s [c:nope]`", ledger(ours())) == []
+    assert found("# T\n| table | `<!-- claims: ID, ID -->` |\n", ledger(ours())) == []
+    assert found("# T\n```\n<!-- claims: ID -->\n57 tok/s\n```\n", ledger(ours())) == []
 
 
 def test_patch_message_is_what_is_checked_of_a_patch() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -122,6 +124,17 @@ def test_code_that_should_be_absent_is_an_error() -> None:
     needle = make_needles("s", 1)[0]
     with pytest.raises(UsageError, match="must be absent"):
         assert_unique(needle.sentence, [], absent=[needle])
+
+
+def test_removed_needle_whose_code_is_still_there_is_an_error() -> None:
+    """Otherwise the absent control would ask for a code that a distractor gives away."""
+    plan = plan_for(8192)
+    twin = replace(plan.distractors[0], needle=Needle(plan.distractors[0].needle.key, plan.wanted[0].needle.code))
+    plan = replace(plan, distractors=(twin, *plan.distractors[1:]))
+    with pytest.raises(UsageError, match=f"{plan.wanted[0].needle.code} must be absent"):
+        build(CLIENT, plan, TextKind.PROSE, Mode.IGNORE_EOS, Frame(), TokenTexts(CLIENT), remove_wanted=True)
+    with pytest.raises(UsageError, match="occurs 2 times"):
+        build(CLIENT, plan, TextKind.PROSE, Mode.IGNORE_EOS, Frame(), TokenTexts(CLIENT))
 
 
 def test_too_many_needles_for_the_length_is_an_error() -> None:
