@@ -13,7 +13,7 @@ Rules, each of which a published benchmark has broken:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import pairwise
@@ -50,6 +50,10 @@ class Refusal(StrEnum):
     CACHE_UNKNOWN = "the server did not say how many prompt tokens came from the cache"
     PROMPT_LENGTH = "the server counted another prompt length than was asked for"
     CLOCK_WENT_BACK = "an event is older than the one before it"
+
+
+Refuse = Callable[[Refusal, str], None]
+"""Notes a refusal with the values that led to it."""
 
 
 @dataclass(frozen=True)
@@ -139,32 +143,14 @@ def measure(start: float, deltas: Sequence[Delta], expect: Expectation, *, close
     _check_finish(finish, total, expect, closed, refuse)
     _check_prompt(prompt, cached, expect, refuse)
 
-    ttft = decode_s = rate = prefill = None
-    first_tokens: int | None = None
-    first_kind = ""
-    sizes: Counter[int] = Counter()
     if not bearing:
         refuse(Refusal.NO_TOKENS, f"{len(deltas)} events, none with a token")
-    else:
-        first, first_tokens = bearing[0]
-        first_kind = "+".join(sorted(first.kinds)) or "ids"
-        ttft = first.t - start
-        sizes = _chunk_sizes([n for _, n in bearing])
-        steps = [(d, n) for d, n in bearing if n is not None]
-        if len(steps) >= 2 and first_tokens is not None and counting is not Counting.USAGE_AT_END:
-            grown = [s for s in steps if s[1] > first_tokens]
-            if grown:
-                # The last event that brought a token, not the closing event: that one may come later.
-                last_t = next(d.t for d, n in steps if n == grown[-1][1])
-                decode_s = last_t - first.t
-                if decode_s > 0:
-                    rate = (grown[-1][1] - first_tokens) / decode_s
-            if rate is None and total and total > 1:
-                refuse(Refusal.ONE_CHUNK, f"{total} tokens at one instant")
-        elif counting in (Counting.SERVER, Counting.SERVER_AND_IDS, Counting.IDS) and (total or 0) > 1:
-            refuse(Refusal.ONE_CHUNK, f"{total} tokens in 1 chunk")
-        if prompt and ttft > 0:
-            prefill = prompt / ttft
+    first, first_tokens = bearing[0] if bearing else (None, None)
+    ttft = first.t - start if first else None
+    decode_s, rate = _decode_span(bearing)
+    countable = counting not in (Counting.NONE, Counting.USAGE_AT_END)
+    if rate is None and countable and (total or 0) > 1:
+        refuse(Refusal.ONE_CHUNK, f"{total} tokens at one instant")
 
     refusals = tuple(dict.fromkeys(r for r, _ in found))
     ok = not refusals
@@ -174,19 +160,35 @@ def measure(start: float, deltas: Sequence[Delta], expect: Expectation, *, close
         cached_tokens=cached,
         ttft_s=ttft,
         first_chunk_tokens=first_tokens,
-        first_kind=first_kind,
+        first_kind=("+".join(sorted(first.kinds)) or "ids") if first else "",
         decode_s=decode_s,
         decode_rate=rate if ok else None,
-        prefill_rate=prefill if ok else None,
+        prefill_rate=prompt / ttft if ok and prompt and ttft else None,
         tpot_s=1 / rate if ok and rate else None,
         latency_s=(final.t - start) if final else 0.0,
-        chunk_sizes=dict(sorted(sizes.items())),
+        chunk_sizes=dict(sorted(_chunk_sizes([n for _, n in bearing]).items())),
         counting=counting,
         finish=finish_text(finish) if finish else "",
         accept_length=_last(d.accept_length for d in deltas),
         refusals=refusals,
         details=tuple(f"{r.name}: {detail}" for r, detail in found),
     )
+
+
+def _decode_span(bearing: Sequence[tuple[Delta, int | None]]) -> tuple[float | None, float | None]:
+    """Return (seconds, tokens per second) from the first token-bearing event to the last one that brought a token.
+
+    A closing event without a new token may come later; it is not part of decoding.
+    """
+    first, first_tokens = bearing[0] if bearing else (None, None)
+    if first is None or first_tokens is None:
+        return None, None
+    total = max(n for _, n in bearing if n is not None)
+    last = next(d for d, n in bearing if n == total)
+    seconds = last.t - first.t
+    if total <= first_tokens or seconds <= 0:
+        return None, None
+    return seconds, (total - first_tokens) / seconds
 
 
 def finish_text(finish: Mapping[str, Any]) -> str:
@@ -204,7 +206,7 @@ def _last(values: Iterable[Any]) -> Any:
     return result
 
 
-def _counts(deltas: Sequence[Delta], refuse: Any) -> tuple[list[int | None], Counting]:
+def _counts(deltas: Sequence[Delta], refuse: Refuse) -> tuple[list[int | None], Counting]:
     """Return the cumulative token count at each delta and the rung it was taken from."""
     server = [d.completion_tokens for d in deltas]
     ids = [d.ids_total for d in deltas]
@@ -236,7 +238,7 @@ def _counts(deltas: Sequence[Delta], refuse: Any) -> tuple[list[int | None], Cou
 
 
 def _check_finish(
-    finish: Mapping[str, Any] | None, total: int | None, expect: Expectation, closed: bool, refuse: Any
+    finish: Mapping[str, Any] | None, total: int | None, expect: Expectation, closed: bool, refuse: Refuse
 ) -> None:
     """Refuse everything but `length` at exactly the requested count."""
     if finish is None:
@@ -256,7 +258,7 @@ def _check_finish(
         refuse(Refusal.EARLY_STOP, f"{total} tokens, {expect.completion_tokens} asked for")
 
 
-def _check_prompt(prompt: int | None, cached: int | None, expect: Expectation, refuse: Any) -> None:
+def _check_prompt(prompt: int | None, cached: int | None, expect: Expectation, refuse: Refuse) -> None:
     if expect.prompt_tokens is not None and prompt != expect.prompt_tokens:
         refuse(Refusal.PROMPT_LENGTH, f"server counted {prompt}, asked for {expect.prompt_tokens}")
     if expect.cached_tokens is None:
