@@ -222,3 +222,18 @@ def add_extensions(source: Path, dest: Path) -> None:
 def entry_map(found: dict[str, tuple[str, str]]) -> dict[str, Entry]:
     """Return ``git.entries`` output as entries."""
     return {path: Entry(mode, blob) for path, (mode, blob) in found.items()}
+
+
+def run_environment(tree: Path, package_path: str = "") -> dict[str, str]:
+    """Return the environment that runs a tree's code on a machine without a GPU; ``package_path`` goes behind it.
+
+    Compiled files are written even if the caller's environment says otherwise: importing SGLang without them takes
+    three times as long, and they stay inside the tree.
+    """
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_") and k != "PYTHONDONTWRITEBYTECODE"}
+    return kept | {
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(tree / PREFIX), package_path])),
+        "SGLANG_PLATFORM": "cpu_ref",
+        "TORCHDYNAMO_DISABLE": "1",
+        "HF_HUB_OFFLINE": "1",
+    }

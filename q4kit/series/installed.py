@@ -27,7 +27,7 @@ from q4kit.series import analysis, journal, manifest, state
 from q4kit.series.blobs import blob_id
 from q4kit.series.journal import FileRecord, Journal, Record
 from q4kit.series.manifest import Series
-from q4kit.series.targets import InstalledTarget, read_entry
+from q4kit.series.targets import InstalledTarget, drop_bytecode, read_entry
 from q4kit.series.wheel import Progress, silent
 from q4kit.series.worktree import Change
 
@@ -263,7 +263,7 @@ def _replace(
         elif before[f.path] != f.blob:
             os.replace(staged[f.path], path)
         if before[f.path] != f.blob:
-            _drop_bytecode(path)
+            drop_bytecode(path)
     _sync_folders(target, record)
     for f in record.files:
         if (blob := _blob(target.file(f.path))) != f.blob:
@@ -322,7 +322,7 @@ def _restore(target: InstalledTarget, record: Record) -> None:
         elif _blob(path) != f.pin:
             path.parent.mkdir(parents=True, exist_ok=True)
             os.replace(target.state_dir / "saved" / f.saved_name, path)
-        _drop_bytecode(path)
+        drop_bytecode(path)
     _sync_folders(target, record)
     for folder in reversed(record.created_dirs):
         for place in (target.file(folder) / "__pycache__", target.file(folder)):
@@ -361,12 +361,6 @@ def _missing_dirs(target: InstalledTarget, series: Series) -> tuple[str, ...]:
             found.add(folder.as_posix())
             folder = folder.parent
     return tuple(sorted(found))
-
-
-def _drop_bytecode(source: Path) -> None:
-    """Remove the compiled forms of a source file: their time and size stamps could match the new content by chance."""
-    for compiled in source.parent.glob(f"__pycache__/{source.stem}.*.pyc"):
-        compiled.unlink(missing_ok=True)
 
 
 def _check_writable(target: InstalledTarget, record: Record) -> None:

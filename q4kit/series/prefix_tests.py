@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from q4kit.errors import EnvironmentFault
+from q4kit.series import base
 from q4kit.series.base import PREFIX
 from q4kit.series.manifest import Series
 from q4kit.series.wheel import Progress, silent
@@ -152,11 +153,7 @@ def _pytest(
     with tempfile.TemporaryDirectory(prefix="q4head-tests-") as tmp:
         plugin, result = Path(tmp) / "q4_marks.py", Path(tmp) / "report.json"
         shutil.copyfile(Path(__file__).with_name("_marks.py"), plugin)
-        env = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")} | {
-            "PYTHONPATH": os.pathsep.join([str(tree / PREFIX), tmp]),
-            "PYTHONDONTWRITEBYTECODE": "1",
-            "SGLANG_PLATFORM": "cpu_ref",
-            "TORCHDYNAMO_DISABLE": "1",
+        env = base.run_environment(tree, tmp) | {
             "Q4_MARKS_REPORT": str(result),
             "Q4_MARKS_PACKAGE": series.base.package,
         }

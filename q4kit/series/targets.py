@@ -154,3 +154,9 @@ def read_entries(target: Target, paths: list[str]) -> dict[str, Entry]:
     """Return the entries of those ``paths`` that exist in the target."""
     found = {path: read_entry(target.file(path)) for path in paths}
     return {path: entry for path, entry in found.items() if entry is not None}
+
+
+def drop_bytecode(source: Path) -> None:
+    """Remove the compiled forms of a source file: their time and size stamps could match the new content by chance."""
+    for compiled in source.parent.glob(f"__pycache__/{source.stem}.*.pyc"):
+        compiled.unlink(missing_ok=True)

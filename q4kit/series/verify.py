@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import compileall
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -171,10 +170,10 @@ def _compile(series: Series, tree: Path, k: int) -> tuple[str, list[str]]:
 _IMPORT = """
 import importlib, json, sys
 out = {}
-for name in sys.argv[2:]:
+for name in sys.argv[3:]:
     try:
-        importlib.import_module(name)
-        out[name] = ""
+        file = importlib.import_module(name).__file__
+        out[name] = "" if file.startswith(sys.argv[2]) else f"imported from {file}"
     except BaseException as exc:
         out[name] = f"{type(exc).__name__}: {exc}"[:300]
 with open(sys.argv[1], "w") as f:
@@ -187,15 +186,10 @@ def _imports(series: Series, tree: Path, k: int, python: str, importable: dict[s
     modules = [m for p in _touched_at(series, k) if (m := module_name(p))]
     if not modules:
         return Check("import", "0 modules", ())
-    env = os.environ | {
-        "PYTHONPATH": str(tree / PREFIX),
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "SGLANG_PLATFORM": "cpu_ref",
-        "TORCHDYNAMO_DISABLE": "1",
-    }
+    env = base.run_environment(tree)
     with tempfile.TemporaryDirectory() as tmp:
         out = Path(tmp) / "imports.json"
-        command = [python, "-P", "-c", _IMPORT, str(out), *modules]
+        command = [python, "-P", "-c", _IMPORT, str(out), str(tree / PREFIX), *modules]
         done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=tmp, check=False)
         if not out.exists():
             return Check("import", f"{len(modules)} modules", (f"the interpreter died: {done.stderr[-300:]}",))

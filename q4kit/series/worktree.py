@@ -12,7 +12,7 @@ from q4kit.series import git, journal, manifest, state
 from q4kit.series.base import wrong_base
 from q4kit.series.manifest import Series
 from q4kit.series.state import SeriesStatus
-from q4kit.series.targets import WorkTree, read_entries, work_tree
+from q4kit.series.targets import WorkTree, drop_bytecode, read_entries, work_tree
 from q4kit.series.wheel import Progress, silent
 
 
@@ -74,6 +74,8 @@ def _move(target: WorkTree, series: Series, to: int, op: str, progress: Progress
         except BaseException:
             _restore(target, head, series.touched)
             raise
+        for path in series.touched:
+            drop_bytecode(target.file(path))
         journal.marker_path(target).unlink()
         return Change(target.describe(), found.prefix, to, mended)
 
