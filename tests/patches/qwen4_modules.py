@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,8 @@ CPU_FLAGS = (
     "--cuda-graph-backend-decode=disabled",
     "--cuda-graph-backend-prefill=disabled",
 )
+# Text only without --language-model-only, which the stock pin refuses for Qwen4-Exp.
+TEXT_ONLY = ("--json-model-override-args", '{"language_model_only": true}')
 
 
 @dataclass
@@ -34,10 +36,10 @@ class Runtime:
     server_args: ServerArgs
     model_config: ModelConfig
 
-    def build_model(self) -> Any:
-        """Return the model as the loader builds it, weights not loaded."""
+    def build_model(self, device: torch.device | None = None) -> Any:
+        """Return the model as the loader builds it on `device` (default: the host), weights not loaded."""
         load_config = LoadConfig()
-        with set_default_torch_dtype(self.model_config.dtype):
+        with set_default_torch_dtype(self.model_config.dtype), device or nullcontext():
             return _initialize_model(
                 self.model_config, load_config, _get_quantization_config(self.model_config, load_config)
             )
