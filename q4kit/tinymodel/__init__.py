@@ -2,7 +2,7 @@
 download.
 """
 
-from q4kit.tinymodel.generate import Generated, generate
 from q4kit.tinymodel.options import PRESETS, Options
+from q4kit.tinymodel.writer import Generated, generate
 
 __all__ = ["PRESETS", "Generated", "Options", "generate"]
