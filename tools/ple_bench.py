@@ -21,8 +21,6 @@ from q4kit.errors import Q4Error
 from q4kit.ple import commands, contenders, measure, render, summary, table
 from q4kit.report import dump_json, write_atomic
 
-READERS = ("auto", "io_uring", "pread", "mmap")
-
 
 def parser() -> argparse.ArgumentParser:
     """Return the command line."""
@@ -31,7 +29,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--size-mib", type=int, default=2048, help="size of the random table (default 2048)")
     top.add_argument("--cache", type=Path, default=table.cache_folder(), help="where random tables are kept")
     top.add_argument("--quick", action="store_true", help="16 and 32,768 rows, `auto` beside the baselines")
-    top.add_argument("--readers", nargs="+", choices=READERS, help="default: all, with --quick auto")
+    top.add_argument("--readers", nargs="+", choices=commands.READERS, help="default: all, with --quick auto")
     top.add_argument("--baselines", nargs="*", choices=list(contenders.BASELINES), default=list(contenders.BASELINES))
     top.add_argument("--rounds", type=int, help="interleaved rounds (default 7, with --quick 5)")
     top.add_argument("--no-fio", action="store_true", help="without the disk's limits: no ratios to them")
@@ -56,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
         report, measured = commands.bench(
             place,
             plan,
-            args.readers or (["auto"] if args.quick else list(READERS)),
+            args.readers or (["auto"] if args.quick else list(commands.READERS)),
             args.baselines,
             with_fio=not args.no_fio,
             log=lambda line: print(line, file=sys.stderr),

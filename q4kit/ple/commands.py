@@ -15,6 +15,10 @@ from q4kit.errors import EnvironmentFault, UsageError
 from q4kit.ple import contenders, disk, fio, flat, measure, patched, render, summary
 from q4kit.report import Report
 
+READERS = ("auto", "io_uring", "io_uring-cached", "pread", "mmap")
+CACHED = "-cached"
+"""Suffix of a reader that goes through the page cache instead of O_DIRECT."""
+
 
 def open_table(path: Path, prefix: str | None = None) -> Any:
     """Return the row source at `path`; UsageError with the reader's own words where there is none."""
@@ -47,7 +51,8 @@ def bench(
         opened: dict[str, contenders.Contender] = {}
         for name in readers:
             try:
-                reader = rows.open_row_reader(source, name)
+                options = rows.RowReaderOptions(direct_min_rows=None if name.endswith(CACHED) else 0)
+                reader = rows.open_row_reader(source, name.removesuffix(CACHED), options=options)
             except RuntimeError as error:
                 raise EnvironmentFault(str(error), remedy=f"leave {name} out: --readers") from error
             opened[name] = contenders.Reader(reader)

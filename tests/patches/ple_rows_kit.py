@@ -144,8 +144,8 @@ def _python(name: str) -> Callable[..., Any]:
 
 
 READERS: dict[str, Callable[..., Any]] = {
-    "auto": _native("auto", 256),
-    "auto-direct": _native("auto", 0),
+    "auto": _native("auto", 0),
+    "auto-mixed": _native("auto", 256),
     "io_uring-direct": _native("io_uring", 0),
     "io_uring-cached": _native("io_uring", None),
     "pread": _native("pread", None),

@@ -291,7 +291,11 @@ def _mutated(tensors: list[tuple[str, int, int]]) -> st.SearchStrategy[bytes]:
     return st.lists(st.tuples(st.integers(0, 4096), st.integers(32, 126)), max_size=3).map(replace)
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+# Long runs: PLE_ROWS_FUZZ_EXAMPLES=200000 takes some ten minutes.
+FUZZ_EXAMPLES = int(os.environ.get("PLE_ROWS_FUZZ_EXAMPLES", "300"))
+
+
+@settings(max_examples=FUZZ_EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
 @given(raw=headers(), payload=st.integers(0, 64), lie=st.sampled_from([0, 0, 0, 0, 1, -1, 1 << 40]))
 def test_header_parser_never_accepts_what_the_library_refuses(
     tmp_path_factory: pytest.TempPathFactory, raw: bytes, payload: int, lie: int
