@@ -48,6 +48,7 @@ def run(
     picture: bool = False,
 ) -> Outcome:
     """Measure, and return a report even when the user or the server cut the run short."""
+    chosen = _questions(domain_options) if domain_options is not None else []
     # Asked for first: a server that is down is an error, not a partial result, and Ctrl-C must not lose it.
     block = provenance.collect(client, tool="bench_speed")
     client.server_info()
@@ -55,7 +56,6 @@ def run(
     if config.contexts:
         run_contexts(client, config, result, progress=progress)
     if domain_options is not None and result.ended is Ended.COMPLETE:
-        chosen = _questions(domain_options)
         run_domains(
             client, chosen, domain_options.tokens, result,
             api=domain_options.api, progress=progress, chat=domain_options.chat,
