@@ -180,6 +180,7 @@ def test_http_errors_are_not_wrong_answers() -> None:
     assert verdict(result) == (Verdict.INVALID, 3)
     summary = summarise(result, Mode.IGNORE_EOS)
     assert (summary.overall.found, summary.overall.trials, summary.overall.broken) == (3, 3, 3)
+    assert judge(result, summary).evidence == "3 of 6 answers cannot be judged (limit 10%)"
     assert "bad request" in next(t.finish for t in result.trials if t.score.outcome is Outcome.HTTP_ERROR)
 
 
