@@ -27,6 +27,7 @@ from q4kit.series import (
     state,
     targets,
     verify,
+    wheel,
     worktree,
 )
 
@@ -43,7 +44,8 @@ def emit(args: argparse.Namespace, text: str, data: Any) -> None:
 
 def _plain(value: Any) -> Any:
     if hasattr(value, "__dataclass_fields__"):
-        return {name: getattr(value, name) for name in value.__dataclass_fields__}
+        plain = {name: getattr(value, name) for name in value.__dataclass_fields__}
+        return plain | ({"ok": value.ok} if hasattr(value, "ok") else {})
     return str(value)
 
 
@@ -57,13 +59,9 @@ def target_of(args: argparse.Namespace) -> targets.Target:
 
 
 def cmd_fetch(args: argparse.Namespace) -> int:
-    dest = args.dest or base.wheel.cache_dir() / f"base-{args.series.base.version}-{base.wheel.python_tag(args.python)}"
+    dest = args.dest or wheel.cache_dir() / "tree"
     path = base.fetch(args.series, dest, python=args.python, source=args.source, progress=progress)
-    emit(
-        args,
-        f"{path}: SGLang {args.series.base.version}; PYTHONPATH={path}/{base.PREFIX} runs it",
-        {"path": path},
-    )
+    emit(args, f"{path}: SGLang {args.series.base.version}; PYTHONPATH={path}/{base.PREFIX} runs it", {"path": path})
     return exit_codes.HOLDS
 
 

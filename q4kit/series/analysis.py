@@ -15,7 +15,7 @@ from typing import Literal
 
 from q4kit.series import git, hunks
 from q4kit.series.hunks import Misfit
-from q4kit.series.manifest import PatchEntry, Series
+from q4kit.series.manifest import Series
 from q4kit.series.patchfile import Patch
 
 Verdict = Literal["contained", "fits", "offset", "conflict", "ambiguous"]
@@ -120,10 +120,10 @@ def _forward(box: Sandbox, series: Series, i: int, contained: set[int], ambiguou
     if i in ambiguous:
         return PatchVerdict(entry.file, "ambiguous")
     done, offset, said = box.apply(series.path(entry))
+    if i in contained:  # proven by taking it back, whatever a patch before it does to its surroundings
+        return PatchVerdict(entry.file, "contained", offset)
     if not done:
         return PatchVerdict(entry.file, "conflict", misfit=_misfit(box, patch, said))
-    if i in contained:
-        return PatchVerdict(entry.file, "contained", offset)
     return PatchVerdict(entry.file, "offset" if offset else "fits", offset)
 
 
@@ -153,8 +153,3 @@ def contained_files(verdicts: Sequence[PatchVerdict]) -> list[str]:
 def first_bad(verdicts: Sequence[PatchVerdict]) -> PatchVerdict | None:
     """Return the first patch that is neither contained nor fits."""
     return next((v for v in verdicts if v.verdict in ("conflict", "ambiguous")), None)
-
-
-def entry_of(series: Series, file: str) -> PatchEntry:
-    """Return the entry of a patch file."""
-    return next(e for e in series.entries if e.file == file)

@@ -94,7 +94,7 @@ def run(
     """Run ``git args`` in ``cwd``; returns the finished process, raises EnvironmentFault if it fails and ``check``."""
     binary = shutil.which("git")
     if binary is None:
-        raise EnvironmentFault("git is not installed", remedy="install git 2.30 or newer, e.g. `apt-get install git`")
+        raise EnvironmentFault("git is not installed", remedy="install git 2.32 or newer, e.g. `apt-get install git`")
     settings = [part for key, value in _SETTINGS.items() for part in ("-c", f"{key}={value}")]
     done = subprocess.run(
         [binary, *settings, *map(str, args)],

@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -99,26 +100,43 @@ def verify(
         try:
             base.add_extensions(pin, tree)
             for k in range(series.length + 1):
-                began = time.monotonic()
-                worktree.apply(tree, series=series, to=k)
-                done = [
-                    _guard("tree id", lambda k=k: _tree_id(series, tree, k)),  # type: ignore[misc]
-                    _guard("compile", lambda k=k: _compile(series, tree, k)),  # type: ignore[misc]
-                ]
-                if imports:
-                    progress(f"prefix {k}: importing the touched modules")
-                    done.append(_imports(series, tree, k, python, importable))
-                tests: list[Outcome] = []
-                if run_tests:
-                    what = prefix_tests.plan(series, k, full=full)
-                    tests = prefix_tests.run(series, what, tree, python=python, progress=progress)
-                commit = git.out(["rev-parse", "HEAD"], tree)
-                reports.append(PrefixReport(k, commit, tuple(done), tuple(tests), time.monotonic() - began))
+                reports.append(_prefix(series, tree, k, python, importable, imports, run_tests, full, progress))
                 report(reports[-1])
             trip = _guard("round trip", lambda: _round_trip(series, tree))
         finally:
             git.run(["worktree", "remove", "--force", tree], pin, check=False)
     return Report(series.length, (*checks, trip), tuple(reports))
+
+
+def _prefix(
+    series: Series,
+    tree: Path,
+    k: int,
+    python: str,
+    importable: dict[str, str],
+    imports: bool,
+    run_tests: bool,
+    full: bool,
+    progress: Progress,
+) -> PrefixReport:
+    """Bring the tree to prefix ``k`` and check it; the imports run beside the tests, each in a process of its own."""
+    began = time.monotonic()
+    worktree.apply(tree, series=series, to=k)
+    checks = [
+        _guard("tree id", lambda: _tree_id(series, tree, k)),
+        _guard("compile", lambda: _compile(series, tree, k)),
+    ]
+    tests: list[Outcome] = []
+    with ThreadPoolExecutor(1) as beside:
+        importing = beside.submit(_imports, series, tree, k, python, importable) if imports else None
+        progress(f"prefix {k}: {'importing the touched modules' if imports else 'applied'}")
+        if run_tests:
+            what = prefix_tests.plan(series, k, full=full)
+            tests = prefix_tests.run(series, what, tree, python=python, progress=progress)
+        if importing:
+            checks.append(importing.result())
+    commit = git.out(["rev-parse", "HEAD"], tree)
+    return PrefixReport(k, commit, tuple(checks), tuple(tests), time.monotonic() - began)
 
 
 def _guard(name: str, run: Callable[[], tuple[str, list[str]]]) -> Check:
