@@ -10,7 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from world import SERIES, World, install, make_wheel, make_world, source_files
+from series_world import SERIES, World, install, make_wheel, make_world, source_files
 
 from q4kit.series import manifest
 from q4kit.series.targets import InstalledTarget

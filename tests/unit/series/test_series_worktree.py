@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from world import PACKAGE, World, commit, edit
+from series_world import PACKAGE, World, commit, edit
 
 from q4kit.errors import EnvironmentFault, Q4Error, UsageError
 from q4kit.series import git, journal, manifest, state, worktree

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from world import World
+from series_world import World
 
 from q4kit.series import chain, export, git, hunks
 from q4kit.series.blobs import ABSENT, Entry, blob_id, tree_id

@@ -7,7 +7,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from world import PACKAGE, World, commit, edit, message, source_files, write_files
+from series_world import PACKAGE, World, commit, edit, message, source_files, write_files
 
 from q4kit.errors import UsageError
 from q4kit.series import base, export, git, lint, manifest, state, worktree

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from world import PACKAGE, SERIES, VERSION, World, commit, edit, make_wheel, message, source_files
+from series_world import PACKAGE, SERIES, VERSION, World, commit, edit, make_wheel, message, source_files
 
 from q4kit.errors import EnvironmentFault, UsageError
 from q4kit.series import base, export, git, manifest, prefix_tests, radar, state, verify, wheel

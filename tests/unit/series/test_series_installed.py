@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from world import (
+from series_world import (
     PACKAGE,
     VERSION,
     World,

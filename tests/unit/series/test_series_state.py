@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from world import PACKAGE, World, commit, edit
+from series_world import PACKAGE, World, commit, edit
 
 from q4kit import exit_codes
 from q4kit.series import git, state, worktree
