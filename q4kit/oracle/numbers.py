@@ -15,7 +15,9 @@ def kind(values: Iterable[float]) -> str:
 
 
 def text(value: float, number: str) -> str:
-    """Return the shortest text that `parse` reads back to exactly `value`."""
+    """Return the shortest text that `parse` reads back to exactly `value`; `ValueError` when not finite."""
+    if not math.isfinite(value):
+        raise ValueError(f"{value!r} is not finite")
     return str(np.float32(value)) if number == "float32" else repr(float(value))
 
 

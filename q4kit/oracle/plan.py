@@ -117,10 +117,17 @@ def _decode_items(prompts: Mapping[str, Sequence[int]], weights: Sequence[float]
     segments = -(-options.scored // per_segment)
     items, left = [], options.scored
     for (name, ids), count in zip(prompts.items(), _shares(segments, weights), strict=True):
+        half = len(ids) // 2
+        if count > half // 2:
+            raise UsageError(
+                f"prompt {name!r} has {len(ids)} tokens, too few for {count} decode segments",
+                remedy="Lower --scored, or raise --decode-tokens or --max-prompt-tokens.",
+            )
+        step = half // max(count, 1)
         for number in range(count):
-            # Cuts spread over the later half of the prompt, at lengths that share no factor with pages.
-            length = len(ids) * (count + number + 1) // (2 * count) - 1 - 7 * number
+            # Spread over the later half; the odd offset keeps the cuts from all falling alike into pages.
+            length = len(ids) - 1 - (count - 1 - number) * step - (7 * number) % max(step // 2, 1)
             generate = min(options.decode_tokens, left + 1)
             left -= generate - 1
-            items.append(Item(f"decode/{name}@{length}", "decode", name, max(length, MIN_CONTEXT), length, generate))
+            items.append(Item(f"decode/{name}@{length}", "decode", name, length, length, generate))
     return items

@@ -150,7 +150,7 @@ def decode(content: bytes, name: str) -> Recording:
     try:
         header = json.loads(lines[0])
         schema = header.pop("schema")
-    except (IndexError, ValueError, KeyError, AttributeError) as error:
+    except (IndexError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise UsageError(f"{name}: not an oracle recording (no schema in the first line)") from error
     if schema != SCHEMA:
         raise UsageError(f"{name}: schema {schema!r}, expected {SCHEMA!r}", remedy="Record it again.")

@@ -30,7 +30,7 @@ class Estimate:
 
 
 def quantile_interval(samples: Sequence[float] | Floats, q: float, confidence: float = 0.95) -> Estimate:
-    """Return a quantile with its distribution-free interval from order statistics.
+    """Return a quantile (an order statistic, not interpolated) with its distribution-free interval.
 
     The ends are the order statistics whose binomial(n, q) ranks cover `confidence`; where the sample is
     too small to bound one side, that end is infinite rather than the sample's extreme. Source: David and
@@ -45,7 +45,7 @@ def quantile_interval(samples: Sequence[float] | Floats, q: float, confidence: f
     high_rank = int(stats.binom.ppf(1 - tail, n, q)) + 1
     low = float(values[low_rank - 1]) if low_rank >= 1 else -math.inf
     high = float(values[high_rank - 1]) if high_rank <= n else math.inf
-    return Estimate(float(np.quantile(values, q)), low, high)
+    return Estimate(float(np.quantile(values, q, method="inverted_cdf")), low, high)
 
 
 def bootstrap_interval(
