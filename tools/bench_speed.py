@@ -23,6 +23,7 @@ from q4kit.bench.runner import PUBLISHED_CONTEXTS, Api, BenchConfig
 from q4kit.bench.texts import TextKind
 from q4kit.claims import ledger
 from q4kit.errors import Q4Error, UsageError
+from q4kit.provenance import short_paths
 from q4kit.report import dump_json, write_atomic, write_json
 from q4kit.server.client import Client
 
@@ -134,7 +135,8 @@ def progress(args: argparse.Namespace) -> Any:
 
 
 def repro() -> str:
-    return shlex.join(["python", "tools/bench_speed.py", *sys.argv[1:]])
+    """Return the command line of this run, without telling where its author keeps things."""
+    return short_paths(shlex.join(["python", "tools/bench_speed.py", *sys.argv[1:]]))
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -84,7 +84,7 @@ def main(argv: list[str] | None = None) -> int:
             runner.run(client, config, result, chat=chat, progress=(lambda _: None) if args.quiet else say)
         summary = summarise(result, config.mode, confidence=args.confidence)
         judgement = judge(result, summary, expect=args.expect, require=args.require)
-        repro = shlex.join(["python", "tools/needle_test.py", *sys.argv[1:]])
+        repro = provenance.short_paths(shlex.join(["python", "tools/needle_test.py", *sys.argv[1:]]))
         report = render.report(result, summary, judgement, config, block, repro=repro)
         if args.json == "-":
             print(dump_json(report.to_json()), end="")

@@ -99,6 +99,7 @@ def test_tool_writes_every_format_and_verify_reads_it_back(server: ServerProcess
     data = json.loads(out["json"].read_text())
     assert data["provenance"]["sglang"]["version"] == "0.5.23"
     assert len(data["points"][0]["samples"]) == 3
+    assert str(tmp_path) not in out["json"].read_text()
 
     ledger = tmp_path / "claims.toml"
     ledger.write_text(
