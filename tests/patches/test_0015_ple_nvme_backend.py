@@ -1,0 +1,248 @@
+"""`--ple-offload-backend nvme`: no table in memory, bit-equal rows, bad combinations and tables refused by name."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import ple_checkpoints
+import pytest
+import tiny_qwen4
+import torch
+from ple_checkpoints import SHARD, loaded, ple_modules
+from qwen4_modules import runtime
+from sglang.srt import runtime_context
+
+NVME = ("--ple-offload-backend", "nvme")
+FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
+pytestmark = pytest.mark.red_on_stock
+
+
+def bits(values: torch.Tensor) -> torch.Tensor:
+    return values.contiguous().view(torch.int16)
+
+
+def write_flat(directory: Path, layer: int, table: torch.Tensor, scale: float, **changes: Any) -> None:
+    """Write `table` as the flat table of PLE layer `layer`."""
+    folder = directory / f"layers.{layer}"
+    folder.mkdir(parents=True)
+    table.view(torch.uint8).numpy().tofile(folder / "rows.bin")
+    description = dict(
+        format="ple-flat",
+        version=1,
+        file="rows.bin",
+        rows=table.shape[0],
+        dim=table.shape[1],
+        dtype=str(table.dtype).removeprefix("torch."),
+        weight_scale=scale,
+    )
+    (folder / "ple.json").write_text(json.dumps(description | changes))
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_qwen4.write_config(tmp_path_factory.mktemp("config"))
+
+
+@pytest.fixture(scope="module", params=[BF16, FP8], ids=["bf16", "fp8"])
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return ple_checkpoints.write(tmp_path_factory.mktemp("checkpoint"), request.param)
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (("--tp-size", "2"), "--tp-size 1 (got 2)"),
+        (("--pp-size", "2"), "--pp-size 1 (got 2)"),
+        (("--no-ple-offload-embedding",), "requires --ple-offload-embedding"),
+        (("--weight-loader-disable-mmap",), "remove that flag"),
+        (("--delete-ckpt-after-loading",), "--delete-ckpt-after-loading"),
+    ],
+)
+def test_wrong_combinations_name_the_remedy(config: Path, flags: tuple[str, ...], named: str) -> None:
+    with pytest.raises(ValueError, match="--ple-offload-backend nvme") as error, runtime(config, *NVME, *flags):
+        pass
+    assert named in str(error.value)
+
+
+def test_a_reader_without_the_backend_is_refused(config: Path) -> None:
+    with (
+        pytest.raises(ValueError, match="requires --ple-offload-backend nvme"),
+        runtime(config, "--ple-offload-reader", "pread"),
+    ):
+        pass
+
+
+def test_the_backend_implies_offload(config: Path) -> None:
+    with runtime(config, *NVME):
+        assert runtime_context.get_exec().offload.ple_offload_embedding is True
+
+
+def test_the_backend_takes_cpu_offload(config: Path) -> None:
+    with runtime(config, *NVME, "--cpu-offload-gb", "1"):
+        assert runtime_context.get_exec().offload.cpu_offload_gb == 1
+
+
+def test_no_tensor_grows_with_the_table(tmp_path: Path) -> None:
+    def footprint(base: int) -> tuple[int, int]:
+        directory = tiny_qwen4.write_config(tmp_path / str(base), ngram_vocab_size_base=base)
+        with runtime(directory, *NVME) as active:
+            text = active.model_config.hf_text_config
+            text.ple_offload_embedding, text.ple_offload_backend = True, "nvme"
+            model = active.build_model()
+            held = [*model.parameters(), *model.buffers()]
+            rows = max(module.ngram_embedding.org_vocab_size for module in ple_modules(model).values())
+            return sum(t.numel() * t.element_size() for t in held if t.device.type != "meta"), rows
+
+    (small, few), (large, many) = footprint(500), footprint(2_000_000)
+    assert many > 1000 * few
+    assert large == small
+
+
+@pytest.mark.parametrize("reader", ["auto", "pread", "mmap"])
+@pytest.mark.parametrize("flat", [False, True], ids=["shards", "flat"])
+def test_rows_are_bit_equal_to_the_stored_table(checkpoint: Path, tmp_path: Path, reader: str, flat: bool) -> None:
+    tables = {layer: ple_checkpoints.table(checkpoint, layer) for layer in (1, 2)}
+    flags = [*NVME, "--ple-offload-reader", reader]
+    if flat:
+        scale = ple_checkpoints.SCALE if tables[1].dtype == FP8 else 1.0
+        for layer, table in tables.items():
+            write_flat(tmp_path, layer, table, scale)
+        flags += ["--ple-offload-dir", str(tmp_path)]
+    with loaded(checkpoint, *flags) as model:
+        for layer, module in ple_modules(model).items():
+            table = tables[layer]
+            ids = torch.randint(0, len(table), (50, 16), generator=torch.Generator().manual_seed(layer))
+            ids[0, :2] = torch.tensor([0, len(table) - 1])
+            scale = module.ngram_embedding.weight_scale
+            assert scale.dtype == BF16
+            assert scale.item() == (ple_checkpoints.SCALE if table.dtype == FP8 else 1.0)
+            expected = table.view(torch.uint8)[ids].view(table.dtype).to(BF16) * scale
+            assert torch.equal(bits(module.ngram_embedding(ids, torch.arange(50))), bits(expected))
+
+
+def test_a_boot_writes_nothing(checkpoint: Path) -> None:
+    def state() -> list[tuple[str, int, int]]:
+        return sorted((p.name, p.stat().st_mtime_ns, p.stat().st_size) for p in checkpoint.iterdir())
+
+    before = state()
+    for _ in range(2):
+        with loaded(checkpoint, *NVME):
+            pass
+    assert state() == before
+
+
+def drop_shard(tensors: dict[str, torch.Tensor]) -> None:
+    del tensors[next(name for name in tensors if f"{SHARD}3." in name)]
+
+
+def drop_all(tensors: dict[str, torch.Tensor]) -> None:
+    for name in [name for name in tensors if SHARD in name]:
+        del tensors[name]
+
+
+def shorten(tensors: dict[str, torch.Tensor]) -> None:
+    name = next(name for name in tensors if f"{SHARD}7." in name)
+    tensors[name] = tensors[name][:-1].clone()
+
+
+def to_fp32(tensors: dict[str, torch.Tensor]) -> None:
+    for name in [name for name in tensors if SHARD in name]:
+        tensors[name] = tensors[name].float()
+
+
+def to_fp8(tensors: dict[str, torch.Tensor]) -> None:
+    for name in [name for name in tensors if SHARD in name]:
+        tensors[name] = tensors[name].to(FP8)
+        tensors[name[: name.index(".shard_")] + ".weight_scale"] = torch.ones(1, dtype=BF16)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (drop_shard, "lacks shard_3"),
+        (drop_all, "--ple-offload-dir"),
+        (shorten, "the model expects"),
+        (to_fp32, "dtype F32"),
+        (to_fp8, 'ple_embedding_dtype="float8_e4m3fn"'),
+    ],
+)
+def test_a_table_that_is_not_the_models_is_refused(tmp_path: Path, change: Any, named: str) -> None:
+    directory = ple_checkpoints.write(tmp_path / "model")
+    ple_checkpoints.edit(directory, change)
+    with pytest.raises(ValueError, match=re.escape(named)), loaded(directory, *NVME):
+        pass
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("nan")])
+def test_an_unusable_scale_is_refused_by_name(tmp_path: Path, scale: float) -> None:
+    directory = ple_checkpoints.write(tmp_path / "model", FP8)
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if name.endswith("ngram_embedding.weight_scale")]:
+            tensors[name] = torch.tensor([scale], dtype=BF16)
+
+    ple_checkpoints.edit(directory, change)
+    with pytest.raises(ValueError, match=r"ngram_embedding\.weight_scale"), loaded(directory, *NVME):
+        pass
+
+
+def test_a_flat_table_of_another_scale_is_refused(tmp_path: Path) -> None:
+    directory = ple_checkpoints.write(tmp_path / "model", FP8)
+    for layer in (1, 2):
+        write_flat(tmp_path / "flat", layer, ple_checkpoints.table(directory, layer), scale=0.5)
+    with (
+        pytest.raises(ValueError, match=r"weight_scale 0\.5, the checkpoint has \[0\.0078125\]"),
+        loaded(directory, *NVME, "--ple-offload-dir", str(tmp_path / "flat")),
+    ):
+        pass
+
+
+def test_a_second_load_is_refused(checkpoint: Path) -> None:
+    with loaded(checkpoint, *NVME) as model, pytest.raises(ValueError, match="restart the server"):
+        model.load_weights(ple_checkpoints.tensors(checkpoint))
+
+
+class Faulty:
+    """The real reader, with EIO for every batch that holds a poisoned row."""
+
+    def __init__(self, reader: Any, poisoned: set[int]) -> None:
+        self.reader, self.poisoned = reader, poisoned
+
+    def read_rows(self, ids: torch.Tensor, out: torch.Tensor) -> None:
+        if self.poisoned & set(ids.tolist()):
+            out.fill_(0x7B)
+            raise OSError(errno.EIO, os.strerror(errno.EIO), "shard_3")
+        self.reader.read_rows(ids, out)
+
+
+def test_a_read_error_fails_one_sequence_and_no_bytes_of_it_survive(checkpoint: Path) -> None:
+    with loaded(checkpoint, *NVME) as model:
+        embedding = ple_modules(model)[1].ngram_embedding
+        ids = torch.arange(6 * 16).reshape(6, 16)
+        seq_ids = torch.tensor([0, 0, 1, 1, 1, 2])
+        expected = embedding(ids, seq_ids)
+        embedding.reader = Faulty(embedding.reader, {3 * 16 + 5})
+        rows = embedding(ids, seq_ids)
+        assert torch.equal(bits(rows[seq_ids != 1]), bits(expected[seq_ids != 1]))
+        assert not rows[seq_ids == 1].any()
+        failed = model.take_failed_requests()
+        assert list(failed) == [1]
+        assert "shard_3" in failed[1]
+        assert "Errno 5" in failed[1]
+        assert model.take_failed_requests() == {}
+
+
+def test_a_file_truncated_while_open_fails_the_read(tmp_path: Path) -> None:
+    directory = ple_checkpoints.write(tmp_path / "model")
+    with loaded(directory, *NVME, "--ple-offload-reader", "pread") as model:
+        embedding = ple_modules(model)[2].ngram_embedding
+        (path,) = directory.glob("*.safetensors")
+        os.truncate(path, path.stat().st_size - 1)
+        rows = embedding(torch.zeros((1, 16), dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
+        assert not rows.any()
+        assert str(path) in model.take_failed_requests()[0]

@@ -1,0 +1,112 @@
+"""Rows read from storage are counted for Prometheus and logged at an interval."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import ple_checkpoints
+import pytest
+import torch
+from ple_checkpoints import loaded, ple_modules
+from prometheus_client import REGISTRY
+from sglang.srt import runtime_context
+from sglang.srt.managers.scheduler_components import metrics_reporter
+from sglang.srt.managers.scheduler_components.metrics_reporter import SchedulerMetricsReporter
+from sglang.srt.observability.metrics_collector import SchedulerMetricsCollector
+
+LABELS = {"model_name": "tiny", "moe_ep_rank": "0"}
+pytestmark = pytest.mark.red_on_stock
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    folder = ple_checkpoints.write(tmp_path_factory.mktemp("model"))
+    with loaded(folder, "--ple-offload-backend", "nvme", "--ple-offload-reader", "pread") as model:
+        yield model
+
+
+@pytest.fixture(scope="module")
+def collector(model: Any) -> SchedulerMetricsCollector:
+    """SGLang's real collector; prometheus_client keeps one of each name a process."""
+    return SchedulerMetricsCollector({**LABELS, "moe_ep_rank": 0}, runtime_context.get_server_args())
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(metrics_reporter, "time", clock)
+    return clock
+
+
+def reporter(model: Any, collector: Any, clock: Clock, *, exports: bool = True) -> SchedulerMetricsReporter:
+    made = object.__new__(SchedulerMetricsReporter)
+    made.current_scheduler_metrics_enabled, made.is_stats_logging_rank = exports, True
+    made.metrics_collector = collector
+    made._ple_read_stats = getattr(model, "ple_read_stats", None)
+    made._ple_next_export, made._ple_exported, made._ple_logged = 0.0, {}, (clock.now, {})
+    return made
+
+
+def counter(name: str) -> float:
+    return REGISTRY.get_sample_value(f"sglang:ple_{name}_total", LABELS) or 0.0
+
+
+def read(model: Any, tokens: int) -> None:
+    """Read `tokens` tokens' rows of one table, every row twice."""
+    ids = torch.arange(tokens * 8).repeat_interleave(2).reshape(tokens, 16)
+    ple_modules(model)[1].ngram_embedding(ids, torch.zeros(tokens, dtype=torch.int64))
+
+
+def test_counters_are_what_was_read(model: Any, collector: Any, clock: Clock) -> None:
+    made = reporter(model, collector, clock)
+    made.report_ple_reads()
+    before = {name: counter(name) for name in ("rows", "unique_rows", "wait_seconds")}
+    read(model, 10)
+    clock.now += 0.5
+    made.report_ple_reads()
+    assert counter("rows") == before["rows"], "exported again within a second"
+    clock.now += 0.5
+    made.report_ple_reads()
+    assert counter("rows") - before["rows"] == 160
+    assert counter("unique_rows") - before["unique_rows"] == 80
+    assert counter("wait_seconds") > before["wait_seconds"]
+    assert counter("rows") == model.ple_read_stats()["rows"]
+
+
+def test_a_line_is_logged_at_the_interval(
+    model: Any, collector: Any, clock: Clock, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGLANG_QWEN4_PLE_NVME_LOG_INTERVAL_S", "10")
+    made = reporter(model, collector, clock, exports=False)
+    made._ple_logged = (clock.now, model.ple_read_stats())
+    read(model, 10)
+    with caplog.at_level(logging.INFO, metrics_reporter.__name__):
+        clock.now += 9
+        made.report_ple_reads()
+        assert not caplog.messages
+        clock.now += 1
+        made.report_ple_reads()
+        (line,) = caplog.messages
+        assert "16 rows/s, 50.0% distinct" in line
+        assert "0 failed batches" in line
+        clock.now += 10
+        made.report_ple_reads()
+        assert len(caplog.messages) == 1, "nothing was read since"
+
+
+def test_a_model_without_a_table_on_storage_reports_nothing(collector: Any, clock: Clock) -> None:
+    for model in (SimpleNamespace(), SimpleNamespace(ple_read_stats=lambda: None)):
+        made = reporter(model, None, clock)
+        made.report_ple_reads()
+        assert made._ple_read_stats is None
