@@ -15,9 +15,8 @@ from typing import Any
 
 from q4kit.errors import EnvironmentFault
 from q4kit.series import git
-from q4kit.series.blobs import Entry
 from q4kit.series.manifest import Series
-from q4kit.series.targets import InstalledTarget, Target, WorkTree
+from q4kit.series.targets import InstalledTarget, Target, WorkTree, read_entry
 
 SCHEMA = 1
 _MARKER = "q4head-series.json"
@@ -75,6 +74,12 @@ def series_id(series: Series) -> str:
 
 
 # --- installed package -----------------------------------------------------------------------------------------
+
+
+def blob_at(target: InstalledTarget, path: str) -> str | None:
+    """Return the blob id of a file as it is now, None when it does not exist."""
+    entry = read_entry(target.file(path))
+    return entry.blob if entry else None
 
 
 def state_path(target: InstalledTarget) -> Path:
@@ -177,7 +182,7 @@ def read_marker(target: WorkTree) -> dict[str, Any] | None:
 # --- both ------------------------------------------------------------------------------------------------------
 
 
-def interrupted(target: Target, found: Mapping[str, Entry]) -> Interrupted | None:
+def interrupted(target: Target) -> Interrupted | None:
     """Return why the files cannot be judged by content alone, or None: an operation did not finish, or still runs."""
     if isinstance(target, InstalledTarget):
         journal = read_journal(target)
@@ -185,7 +190,7 @@ def interrupted(target: Target, found: Mapping[str, Entry]) -> Interrupted | Non
             return None
         sides = []
         for f in journal.record.files:
-            blob = found[f.path].blob if f.path in found else None
+            blob = blob_at(target, f.path)
             new = f.blob if journal.op == "apply" else f.pin
             old = journal.before.get(f.path)
             if new != old:

@@ -76,17 +76,18 @@ def status(target: Target | Path | str, *, series: Series | None = None) -> Seri
         "target": target.describe(),
         "tree": tree_id(found),
     }
-    interrupted = journal.interrupted(target, found)
+    interrupted = journal.interrupted(target)
     if interrupted is not None:
         return SeriesStatus("drifted", NO_PREFIX, reason=interrupted.reason, interrupted=interrupted.files, **common)
     other_version = isinstance(target, InstalledTarget) and target.version != series.base.version
-    if prefix is not None and not other_version:
+    contradiction = _contradiction(target, series)
+    if prefix is not None and not other_version and not contradiction:
         notes = _notes(target, series, prefix)
         return SeriesStatus("applied" if prefix else "clean", prefix, notes=notes, **common)
     contents = {path: target.file(path).read_bytes() for path in found}
     verdicts = tuple(analysis.analyse(series, contents))
     bad = analysis.first_bad(verdicts)
-    reason = _edited_since(target, series, found)
+    reason = contradiction
     if not reason and bad is not None:
         reason = f"first patch that neither fits nor is contained: {bad.line()}"
     elif not reason and not analysis.contained_files(verdicts):
@@ -120,18 +121,28 @@ def _difference(target: Target, series: Series, found: dict[str, Entry]) -> str:
     raise UsageError("no touched file differs from the pin, yet it matches no prefix")  # pragma: no cover
 
 
-def _edited_since(target: Target, series: Series, found: dict[str, Entry]) -> str:
-    """Say what the state file of an installed package contradicts, or return an empty string."""
+def _contradiction(target: Target, series: Series) -> str:
+    """Say what the saved state of an installed package contradicts, or return an empty string.
+
+    Content alone cannot tell: a patch that has left the series since may still be applied, in files that the series no
+    longer touches.
+    """
     record = journal.read_state(target) if isinstance(target, InstalledTarget) else None
-    if record is None:
+    if record is None or not isinstance(target, InstalledTarget):
         return ""
-    changed = [f.path for f in record.files if (found[f.path].blob if f.path in found else None) != f.blob]
+    blobs = {f.path: journal.blob_at(target, f.path) for f in record.files}
+    if all(blobs[f.path] == f.pin for f in record.files):
+        return ""  # reinstalled since
+    changed = [f.path for f in record.files if blobs[f.path] != f.blob]
     if changed:
         return f"changed since the series was applied: {', '.join(changed)}"
-    return (
-        f"{record.prefix} patches of another version of the series are applied ({record.series[:12]}, this one is "
-        f"{journal.series_id(series)[:12]}): `revert`, then `apply`"
-    )
+    ours = journal.series_id(series)
+    if record.series != ours:
+        return (
+            f"{record.prefix} patches of another version of the series are applied ({record.series[:12]}, this one is "
+            f"{ours[:12]}): `revert`, then `apply`"
+        )
+    return ""
 
 
 def _notes(target: Target, series: Series, prefix: int) -> tuple[str, ...]:

@@ -127,6 +127,11 @@ def installed_target(python: str | Path | None = None, package: str = "sglang") 
             f"{python} imports {package} from {origin}, but the installed one is {site / package}{hint}",
             remedy="unset PYTHONPATH or remove the other copy, so that what is patched is what runs",
         )
+    if (site / package).is_symlink():
+        raise EnvironmentFault(
+            f"{site / package} is a link to {(site / package).resolve()}: other environments may share it",
+            remedy="reinstall with copies, e.g. `uv pip install --link-mode copy`",
+        )
     home = [Path(p).resolve() for p in (found["prefix"], found["user_site"]) if p]
     if not any(site.resolve().is_relative_to(p) for p in home):
         raise EnvironmentFault(

@@ -233,6 +233,13 @@ def test_symlinked_file_is_refused(world: World, env: InstalledTarget, tmp_path:
     assert path.is_symlink()
 
 
+def test_linked_package_folder_is_refused(env: InstalledTarget, tmp_path: Path) -> None:
+    (env.site / PACKAGE).rename(tmp_path / "shared")
+    (env.site / PACKAGE).symlink_to(tmp_path / "shared")
+    with pytest.raises(EnvironmentFault, match="is a link to"):
+        installed_target(env.python, PACKAGE)
+
+
 def test_hard_linked_cache_is_not_changed(world: World, env: InstalledTarget, tmp_path: Path) -> None:
     """Installers link files from a cache shared by every environment: only this one may change."""
     path, kept = env.site / PACKAGE / "alpha.py", tmp_path / "cache.py"
@@ -283,6 +290,23 @@ def test_another_version_of_the_series_reverts_from_what_was_saved(world: World,
     assert snapshot(env.site) == before
     installed.apply(env, series=changed)
     assert check(env, changed).prefix == 6
+
+
+def test_a_patch_that_left_the_series_is_not_overlooked(world: World, env: InstalledTarget) -> None:
+    """Its files are no longer touched by the series, so that content alone would say applied."""
+    before = snapshot(env.site)
+    edit(world.work / "python" / PACKAGE / "delta.py", "return x + 3\n", "return x + 4\n")
+    commit(world.work, message("fix(delta): four"), 40)
+    export.export(world.work, series=world.series, against=world.base)
+    installed.apply(env, series=manifest.load(world.series.folder))
+    git.run(["reset", "-q", "--hard", "HEAD~1"], world.work)
+    export.export(world.work, series=manifest.load(world.series.folder), against=world.base)
+    shorter = manifest.load(world.series.folder)
+    found = check(env, shorter)
+    assert found.state == "drifted"
+    assert "another version of the series" in found.reason
+    installed.revert(env, series=shorter)
+    assert snapshot(env.site) == before
 
 
 def test_reinstalled_package_with_leftover_state_is_clean(
