@@ -155,14 +155,14 @@ def score(answer: Answer, wanted: Needle, others: Sequence[Needle]) -> Score:
         return Score(Outcome.TRUNCATED if answer.finish == "length" else Outcome.EARLY_STOP)
     if right in squeeze(answer.thinking):
         return Score(Outcome.FOUND_IN_THINKING_ONLY, right, wanted.key, 0)
+    if _NONE.search(answer.final):
+        return Score(Outcome.SAID_NONE)
     if not answer.free_stop and answer.finish == "stop":
         return Score(Outcome.EARLY_STOP)
     if answer.cut and (answer.free_stop or _breaks_off(answer.final, right)):
         return Score(Outcome.TRUNCATED)
     if not answer.final.strip():
         return Score(Outcome.EMPTY)
-    if _NONE.search(answer.final):
-        return Score(Outcome.SAID_NONE)
     near = min(((edit_distance(squeeze(m), right), m) for m in _PIECE.findall(answer.final.upper())), default=None)
     if near is not None and near[0] <= PARTIAL_DISTANCE:
         return Score(Outcome.PARTIAL, near[1], wanted.key, near[0])

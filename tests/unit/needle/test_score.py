@@ -133,6 +133,11 @@ def test_forced_output_that_breaks_off_inside_the_code_is_truncated() -> None:
     assert classify(forced_answer(" words without end", "length")) is Outcome.NO_CODE
 
 
+def test_none_is_an_answer_however_it_ended() -> None:
+    assert classify(forced_answer(" NONE<|im_end|>", "stop")) is Outcome.SAID_NONE
+    assert classify(chat_answer("NONE. The text speaks of other depots", "length")) is Outcome.SAID_NONE
+
+
 def test_stop_despite_ignore_eos_is_an_early_stop() -> None:
     """A raw completion that draws an immediate end of text gave empty answers at 248k (needle log of the series)."""
     assert classify(forced_answer("", "stop")) is Outcome.EARLY_STOP
