@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from sglang.srt.mem_cache import memory_pool
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from torch.profiler import ProfilerActivity, profile
 
@@ -26,7 +27,8 @@ def make_pool() -> MHATokenToKVPool:
     pool.size, pool.page_size, pool.start_layer = SLOTS - 1, 1, 0
     pool.head_num, pool.head_dim, pool.v_head_dim = HEADS, HEAD_DIM, HEAD_DIM
     pool.row_dim = pool.v_row_dim = HEADS * HEAD_DIM
-    pool.is_quantized_kv_cache = pool.use_hnd = False
+    pool.use_hnd = False
+    pool.quant_method = memory_pool.UnquantizedKVCacheMethod.__new__(memory_pool.UnquantizedKVCacheMethod)
     pool.kv_cache_layout = "nhd"
     pool.alt_stream = None
     pool.device_module = torch.cuda
@@ -65,7 +67,7 @@ def cases() -> Iterator[dict[str, Any]]:
     yield {
         "case": "torch_cast_saturates",
         "torch": torch.__version__,
-        "cast": cast.tolist().__repr__(),
+        "cast": repr(cast.tolist()),
         "ok": saturates,
     }
 
