@@ -187,7 +187,9 @@ class Report:
 
 
 def finite(value: Any) -> Any:
-    """Return `value` with infinities as strings ("inf"), which strict JSON has no number for."""
+    """Return `value` as strict JSON takes it: infinities as "inf", objects by their own `to_json`."""
+    if hasattr(value, "to_json"):
+        return finite(value.to_json())
     if isinstance(value, float) and not math.isfinite(value):
         return format_cell(value)
     if isinstance(value, Mapping):

@@ -166,7 +166,9 @@ def selftest(arguments: argparse.Namespace) -> Result:
     """Plant faults into a floor and report what is caught."""
     built = floors.read(arguments.floor) if arguments.floor else None
     found = simulate.run(built, trials=arguments.trials, seed=arguments.seed)
-    return Result(simulate.report(found), exit_codes.HOLDS if found.holds else exit_codes.NEGATIVE)
+    report = simulate.report(found)
+    report.data["provenance"] = provenance.collect(None, tool="logprob_diff")
+    return Result(report, exit_codes.HOLDS if found.holds else exit_codes.NEGATIVE)
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -123,9 +123,7 @@ class Client:
     def __enter__(self) -> Client:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
 
     def close(self) -> None:
@@ -188,6 +186,17 @@ class Client:
             raise ServerError(f"{self.base_url}/tokenize: no list of token ids (found {tokens!r:.80})")
         return tokens
 
+    def tokenize_chat(self, messages: Sequence[Mapping[str, str]], **chat: Any) -> list[int]:
+        """Return the ids of `messages` rendered by the server's chat template, as for a chat completion.
+
+        `chat` passes what changes the rendering, e.g. `chat_template_kwargs={"enable_thinking": False}`.
+        """
+        payload = {"messages": list(messages), **chat}
+        tokens = self._json_object("POST", "/tokenize", payload=payload).get("tokens")
+        if not isinstance(tokens, list) or not all(isinstance(token, int) for token in tokens):
+            raise ServerError(f"{self.base_url}/tokenize: no list of token ids (found {tokens!r:.80})")
+        return tokens
+
     def detokenize(self, ids: list[int]) -> str:
         """Return the text of `ids` under the server's tokenizer, special tokens kept."""
         payload = {"tokens": ids, "skip_special_tokens": False}
@@ -208,9 +217,7 @@ class Client:
         for at, event in self._events("/generate", {**payload, "stream": True}):
             meta = event.get("meta_info")
             if not isinstance(meta, dict):
-                raise ServerError(
-                    f"{self.base_url}/generate: stream event without meta_info (keys: {sorted(event)})"
-                )
+                raise ServerError(f"{self.base_url}/generate: stream event without meta_info (keys: {sorted(event)})")
             full = event.get("text") or ""
             ids = event.get("output_ids") or []
             count = meta.get("completion_tokens")
@@ -234,9 +241,7 @@ class Client:
             self._check_openai_finish(event, path)
             choices = event.get("choices") or [{}]
             delta = choices[0].get("delta") or {}
-            text = choices[0].get("text") or (
-                (delta.get("reasoning_content") or "") + (delta.get("content") or "")
-            )
+            text = choices[0].get("text") or ((delta.get("reasoning_content") or "") + (delta.get("content") or ""))
             usage = event.get("usage") or {}
             yield StreamEvent(at, text, [], usage.get("completion_tokens"), event, event)
 
@@ -250,9 +255,7 @@ class Client:
                     url=f"{self.base_url}{path}",
                 )
 
-    def _json_object(
-        self, method: str, path: str, *, payload: Mapping[str, Any] | None = None
-    ) -> dict[str, Any]:
+    def _json_object(self, method: str, path: str, *, payload: Mapping[str, Any] | None = None) -> dict[str, Any]:
         response = self._request(method, path, payload=payload)
         url = f"{self.base_url}{path}"
         try:
