@@ -35,11 +35,11 @@ class ForcingClient(Client):
     """
 
     def generate(self, payload: Mapping[str, Any]) -> dict[str, Any]:
-        if payload.get("return_logprob"):
-            return super().generate(payload)
         text = self.detokenize(list(payload["input_ids"]))
-        key = re.findall(r"access code of depot (\w+) is stated", text)[-1]
-        code = re.search(rf"depot {key} is ([{ALPHABET}-]{{14}})\.", text)
+        asked = re.findall(r"access code of depot (\w+) is stated", text)
+        if not asked:  # the request that opens a haystack
+            return super().generate(payload)
+        code = re.search(rf"depot {asked[-1]} is ([{ALPHABET}-]{{14}})\.", text)
         params = {**payload["sampling_params"], "max_new_tokens": 40, "ignore_eos": False}
         params["regex"] = f" {code[1]}" if code else " NONE"
         return super().generate({**payload, "sampling_params": params})
