@@ -41,7 +41,8 @@ def apply(
 ) -> Change:
     """Bring an installed package to prefix ``to`` (default: all patches), also from an interrupted apply or revert.
 
-    Raises UsageError, before any change, for another version or for touched files with any other content.
+    Another version of the series is reverted first. Raises UsageError, before any change, for another version of the
+    package or for touched files with any other content.
     """
     series = series or manifest.load()
     to = series.check_prefix(to)
@@ -51,10 +52,9 @@ def apply(
         pending = journal.read_journal(target)
         known = pending.record if pending else journal.read_state(target)
         if known and known.series != journal.series_id(series):
-            raise UsageError(
-                f"{target.describe()}: another version of the series is applied ({known.series[:12]})",
-                remedy="`revert` first, then `apply`",
-            )
+            progress(f"another version of the series is applied ({known.prefix} patches): reverting it first")
+            _revert(target, series, known.prefix, pending is not None, progress)
+            pending = known = None
         before = -1 if pending else _prefix(target, series)
         if before == to and not pending:
             return Change(target.describe(), to, to)
@@ -98,7 +98,7 @@ def _prefix(target: InstalledTarget, series: Series) -> int:
         detail = found.reason or f"already contains {', '.join(found.absorbed)} in another form"
         raise UsageError(
             f"{target.describe()}: {found.state}: {detail}",
-            remedy=_reinstall(target, series.base.version),
+            remedy=f"`revert` if this tool applied it, else {_reinstall(target, series.base.version)}",
         )
     return found.prefix
 

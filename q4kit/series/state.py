@@ -140,7 +140,7 @@ def _contradiction(target: Target, series: Series) -> str:
     if record.series != ours:
         return (
             f"{record.prefix} patches of another version of the series are applied ({record.series[:12]}, this one is "
-            f"{ours[:12]}): `revert`, then `apply`"
+            f"{ours[:12]}): `apply` brings it up to date"
         )
     return ""
 

@@ -273,7 +273,7 @@ def test_damaged_pre_image_stops_revert_before_any_change(world: World, env: Ins
     assert snapshot(env.site) == before
 
 
-def test_another_version_of_the_series_reverts_from_what_was_saved(world: World, env: InstalledTarget) -> None:
+def test_another_version_of_the_series_is_reverted_from_what_was_saved(world: World, env: InstalledTarget) -> None:
     before = snapshot(env.site)
     installed.apply(env, series=world.series)
     edit(world.work / "python" / PACKAGE / "alpha.py", "return x + 701\n", "return x + 702\n")
@@ -284,12 +284,31 @@ def test_another_version_of_the_series_reverts_from_what_was_saved(world: World,
     commit(world.work, message("fix(delta): one more"), 41)
     export.export(world.work, series=changed, against=world.base)
     changed = manifest.load(world.series.folder)
-    with pytest.raises(UsageError, match="another version of the series"):
-        installed.apply(env, series=changed)
+    assert "another version of the series" in check(env, changed).reason
     installed.revert(env, series=changed)
     assert snapshot(env.site) == before
+    # apply does the same by itself, also from an interrupted state
+    installed.apply(env, series=world.series)
     installed.apply(env, series=changed)
     assert check(env, changed).prefix == 6
+    installed.apply(env, series=world.series)
+    assert check(env, world.series).prefix == 4
+    installed.revert(env, series=changed)
+    assert snapshot(env.site) == before
+
+
+def test_reinstalled_and_another_version_of_the_series(
+    world: World, env: InstalledTarget, pristine: InstalledTarget
+) -> None:
+    installed.apply(env, series=world.series, to=1)
+    shutil.copy2(pristine.site / PACKAGE / "alpha.py", env.site / PACKAGE / "alpha.py")
+    edit(world.work / "python" / PACKAGE / "delta.py", "return x + 3\n", "return x + 4\n")
+    commit(world.work, message("fix(delta): one more"), 41)
+    export.export(world.work, series=world.series, against=world.base)
+    changed = manifest.load(world.series.folder)
+    assert check(env, changed).state == "clean"
+    installed.apply(env, series=changed)
+    assert check(env, changed).prefix == 5
 
 
 def test_a_patch_that_left_the_series_is_not_overlooked(world: World, env: InstalledTarget) -> None:
