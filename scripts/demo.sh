@@ -1,0 +1,61 @@
+#!/usr/bin/env bash
+# The main job, end to end, on a tiny random Qwen4-Exp: apply the series to the pinned SGLang, serve stock and patched with
+# the real server, compare them with the logprob oracle, plant a fault and see it caught, run needle and bench, write a report.
+#
+# usage: scripts/demo.sh [OUT]
+#
+#   OUT   folder of the results, default .cache/demo; the report is OUT/report.md
+#
+# Environment: VENV chooses the environment (default .venv; made by scripts/setup.sh when it is not there).
+# Needs no GPU. About 8 minutes on 2 cores, plus the setup. Exits 0 only if the oracle says EQUIVALENT for stock against
+# patched and DIFFERENT for the planted fault.
+set -euo pipefail
+# shellcheck source=scripts/lib.sh
+. "$(dirname "$0")/lib.sh"
+
+case "${1:-}" in
+  -h | --help) help_from "$0"; exit 0 ;;
+esac
+out="${1:-$ROOT/.cache/demo}"
+venv="${VENV:-$ROOT/.venv}"
+if [ ! -f "$venv/.q4head-setup" ]; then "$ROOT/scripts/setup.sh" --cpu "$venv"; fi
+py="$venv/bin/python"
+started=$SECONDS
+mkdir -p "$out"
+out="$(cd "$out" && pwd)"
+rm -rf "${out:?}/results" "${out:?}/faulty" && mkdir "$out/results"
+cd "$ROOT"
+
+say "the series is on the installed SGLang"
+"$py" tools/series.py apply --installed --python "$py"
+"$py" tools/series.py status --installed --python "$py" --json >"$out/results/series.json" || [ $? -eq 11 ]
+
+say "a tiny random Qwen4-Exp checkpoint, the stock tree beside it, and a copy with one weight disturbed"
+[ -f "$out/model/config.json" ] || "$py" tools/make_tiny_model.py "$out/model" --preset mini
+stock="$("$py" tools/series.py tree --to 0 --python "$py" --json | "$py" -c 'import json, sys; print(json.load(sys.stdin)["path"])')"
+"$py" tools/perturb_checkpoint.py "$out/model" "$out/faulty" --tensor 'layers\.0\.linear_attn\.out_proj\.weight$' \
+  --relative 0.02 | tee "$out/results/fault.json"
+
+r="$out/results"
+serve=("$py" tools/with_server.py)
+
+say "1/3 stock: record the reference twice; the two give the noise floor"
+"${serve[@]}" --model "$out/model" --pythonpath "$stock/python" --log "$r/stock.log" \
+  --run "'$py' tools/logprob_diff.py record --base-url \$Q4_BASE_URL --out '$r/before.jsonl.gz'" \
+  --run "'$py' tools/logprob_diff.py record --base-url \$Q4_BASE_URL --like '$r/before.jsonl.gz' --out '$r/again.jsonl.gz'"
+"$py" tools/logprob_diff.py floor "$r/before.jsonl.gz" "$r/again.jsonl.gz" --out "$r/floor.jsonl.gz" --json "$r/floor.json"
+
+say "2/3 patched: oracle, needle, bench"
+set +e
+"${serve[@]}" --model "$out/model" --log "$r/patched.log" --keep-going \
+  --run "'$py' tools/logprob_diff.py compare '$r/before.jsonl.gz' --base-url \$Q4_BASE_URL --floor '$r/floor.jsonl.gz' --json '$r/oracle.json'; echo \$? >'$r/oracle.exit'" \
+  --run "'$py' tools/needle_test.py --base-url \$Q4_BASE_URL --lengths 2048 --grid 3 --expect none --json '$r/needle.json' --md '$r/needle.md'; echo \$? >'$r/needle.exit'" \
+  --run "'$py' tools/bench_speed.py run --base-url \$Q4_BASE_URL --contexts 101 421 --tokens 64 --repeats 3 --text words --json '$r/bench.json' --md '$r/bench.md'; echo \$? >'$r/bench.exit'"
+
+say "3/3 the planted fault: the oracle must see it"
+"${serve[@]}" --model "$out/faulty" --log "$r/faulty.log" --keep-going \
+  --run "'$py' tools/logprob_diff.py compare '$r/before.jsonl.gz' --base-url \$Q4_BASE_URL --floor '$r/floor.jsonl.gz' --vary model.weights --json '$r/fault-oracle.json'; echo \$? >'$r/fault-oracle.exit'"
+set -e
+
+say "report after $((SECONDS - started)) s: $out/report.md"
+"$py" tools/demo_report.py "$r" --out "$out/report.md"
