@@ -1,0 +1,270 @@
+"""A server whose PLE table stays on disk answers exactly like one that holds it, and survives a disk that fails.
+
+Needs the patched SGLang (Q4_PYTHONPATH): the stock pin has no `--ple-offload-backend nvme`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import Launcher, cached_model
+
+from q4kit.errors import ServerError
+from q4kit.server.client import Client
+from q4kit.tinymodel import PRESETS
+
+CHUNK = 128
+EOS = 2
+NVME = ("--ple-offload-backend", "nvme")
+FLAGS = ("--json-model-override-args", '{"language_model_only": true}', "--chunked-prefill-size", str(CHUNK))
+MODELS = {
+    "bf16": replace(PRESETS["mini"], dtype="bfloat16", table_rows=20_000),
+    "fp8": replace(PRESETS["mini"], dtype="float32", ple_dtype="float8_e4m3fn", table_rows=20_000),
+}
+"""fp32 weights around the fp8 table: there, and only there, a cached prefix changes no bit of the answer."""
+SERVED = {
+    "bf16": ("--ple-offload-reader", "auto"),
+    "fp8": ("--ple-offload-reader", "pread", "--disable-overlap-schedule"),
+}
+
+
+def tokens(seed: int, length: int) -> list[int]:
+    return [int(t) for t in np.random.default_rng(seed).integers(3, 500, length)]
+
+
+def payload(ids: list[int], new: int = 4, start: int = -1) -> dict[str, Any]:
+    return {
+        "input_ids": ids,
+        "sampling_params": {"temperature": 0.0, "max_new_tokens": new, "ignore_eos": True},
+        "return_logprob": True,
+        "logprob_start_len": start,
+    }
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a request returned, exactly."""
+
+    output_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    prompt_logprobs: tuple[float | None, ...]
+    cached: int
+
+
+def ask(client: Client, request: dict[str, Any]) -> Answer:
+    answer = client.generate(request)
+    meta = answer["meta_info"]
+    return Answer(
+        tuple(answer["output_ids"]),
+        tuple(entry[0] for entry in meta["output_token_logprobs"]),
+        tuple(entry[0] for entry in meta["input_token_logprobs"]),
+        meta["cached_tokens"],
+    )
+
+
+PROMPTS = {
+    "one token": tokens(1, 1),
+    "two tokens": tokens(2, 2),
+    "one below a chunk": tokens(3, CHUNK - 1),
+    "a chunk": tokens(4, CHUNK),
+    "one above a chunk": tokens(5, CHUNK + 1),
+    "three chunks": tokens(6, 3 * CHUNK),
+    "end of text inside": [*tokens(7, 20), EOS, *tokens(8, 1), EOS, EOS, *tokens(9, CHUNK)],
+    "end of text at a chunk edge": [*tokens(10, CHUNK - 1), EOS, *tokens(11, 9)],
+    "end of text last": [*tokens(12, 9), EOS],
+}
+
+
+def everything(client: Client) -> dict[str, Any]:
+    """Return every answer the two servers are compared by."""
+    got: dict[str, Any] = {name: ask(client, payload(ids, start=0)) for name, ids in PROMPTS.items()}
+    with ThreadPoolExecutor(2) as pool:  # two requests at once, of unequal length
+        pair = [payload(tokens(20, 300), 12), payload(tokens(21, 7), 12)]
+        got["two at once"] = [answer.output_ids for answer in pool.map(lambda request: ask(client, request), pair)]
+    stream = client.stream_generate(payload(tokens(22, 40), 400))
+    first = [next(stream) for _ in range(3)]
+    stream.close()  # the client hangs up: the request is aborted in mid-stream
+    assert first[-1].completion_tokens
+    got["after an abort"] = ask(client, payload(tokens(22, 40)))
+    client.flush_cache()
+    prompt = tokens(23, CHUNK + 1)
+    got["uncached"] = ask(client, payload(prompt))
+    client.flush_cache()
+    ask(client, payload(prompt[:-1]))
+    got["prefix hit leaves one token"] = ask(client, payload(prompt))
+    return got
+
+
+def compile_shim(directory: Path) -> Path:
+    if shutil.which("gcc") is None:
+        pytest.skip("needs gcc to build the EIO shim")
+    library = directory / "eio_shim.so"
+    source = Path(__file__).with_name("eio_shim.c")
+    subprocess.run(["gcc", "-shared", "-fPIC", "-O1", "-o", library, source, "-ldl"], check=True)
+    return library
+
+
+@dataclass
+class Disk:
+    """The served server, its checkpoint, and the file that makes a byte range of it fail."""
+
+    client: Client
+    model: Path
+    control: Path
+
+    def poison(self, ids: list[int], position: int) -> Path:
+        """Make the row of hash head 0 for token `position` of `ids` unreadable; return its file."""
+        layer = "model.language_model.layers.1.ple.ple_embedding."
+        tensors = headers(self.model)
+        multipliers, sizes, offsets = (
+            load(tensors[layer + name])
+            for name in ("layer_multipliers", "ngram_heads_vocab_sizes", "ngram_heads_offsets")
+        )
+        newest, before = np.int64(ids[position]), np.int64(ids[position - 1])
+        with np.errstate(over="ignore"):
+            row = int((newest * multipliers[0] ^ before * multipliers[1]) % sizes[0] + offsets[0])
+        shard_rows = tensors[f"{layer}ngram_embedding.shard_0.weight"].shape[0]
+        shard = tensors[f"{layer}ngram_embedding.shard_{row // shard_rows}.weight"]
+        row_bytes = (shard.end - shard.begin) // shard.shape[0]
+        first = shard.begin + (row % shard_rows) * row_bytes
+        self.control.write_text(f"/{shard.path.name} {first} {first + row_bytes - 1}\n")
+        return shard.path
+
+    def heal(self) -> None:
+        self.control.unlink(missing_ok=True)
+
+
+@dataclass(frozen=True)
+class Stored:
+    path: Path
+    shape: list[int]
+    begin: int
+    end: int
+
+
+def headers(model: Path) -> dict[str, Stored]:
+    found = {}
+    for path in model.glob("*.safetensors"):
+        with path.open("rb") as file:
+            (size,) = struct.unpack("<Q", file.read(8))
+            for name, entry in json.loads(file.read(size)).items():
+                if name != "__metadata__":
+                    begin, end = entry["data_offsets"]
+                    found[name] = Stored(path, entry["shape"], 8 + size + begin, 8 + size + end)
+    return found
+
+
+def load(stored: Stored) -> np.ndarray:
+    return np.fromfile(stored.path, dtype=np.int64, count=stored.shape[0], offset=stored.begin)
+
+
+@pytest.fixture(scope="module")
+def patched() -> None:
+    """Skip on the stock pin."""
+    python = os.environ.get("Q4_PYTHON", sys.executable)
+    path = os.pathsep.join(filter(None, [os.environ.get("Q4_PYTHONPATH"), os.environ.get("PYTHONPATH")]))
+    check = "import importlib.util as u, sys; sys.exit(u.find_spec('sglang.srt.models.qwen4_exp_ple_nvme') is None)"
+    if subprocess.run([python, "-c", check], env={**os.environ, "PYTHONPATH": path}).returncode:
+        pytest.skip("the served SGLang has no --ple-offload-backend nvme (stock pin)")
+
+
+@pytest.fixture(scope="module", params=sorted(MODELS))
+def kind(request: pytest.FixtureRequest, patched: None) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def resident(kind: str, start_server: Launcher) -> dict[str, Any]:
+    """Return the answers of a server that holds the table."""
+    with (
+        start_server(cached_model(MODELS[kind]), *FLAGS, *SERVED[kind][2:]) as server,
+        Client(server.base_url) as client,
+    ):
+        return everything(client)
+
+
+@pytest.fixture(scope="module")
+def disk(kind: str, start_server: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Disk]:
+    """Serve the table from disk; for fp8 with reads that can be made to fail."""
+    folder = tmp_path_factory.mktemp("disk")
+    control, model = folder / "poison", cached_model(MODELS[kind])
+    env = {"Q4_EIO_CONTROL": str(control), "LD_PRELOAD": str(compile_shim(folder))} if kind == "fp8" else {}
+    with (
+        start_server(model, *FLAGS, *NVME, *SERVED[kind], env=env) as server,
+        Client(server.base_url) as client,
+    ):
+        yield Disk(client, model, control)
+
+
+def test_every_answer_equals_the_resident_tables(resident: dict[str, Any], disk: Disk) -> None:
+    served = everything(disk.client)
+    assert served["prefix hit leaves one token"].cached == CHUNK
+    assert served == resident
+
+
+def test_a_prefix_hit_that_leaves_one_token_gives_the_uncached_answer(disk: Disk, kind: str) -> None:
+    prompt = tokens(23, CHUNK + 1)
+    disk.client.flush_cache()
+    uncached = ask(disk.client, payload(prompt))
+    disk.client.flush_cache()
+    ask(disk.client, payload(prompt[:-1]))
+    hit = ask(disk.client, payload(prompt))
+    assert (uncached.cached, hit.cached) == (0, CHUNK)
+    assert hit.output_ids == uncached.output_ids
+    if kind == "fp8":
+        assert hit.logprobs == uncached.logprobs
+
+
+def test_a_failed_prefill_read_ends_its_request_only(disk: Disk, kind: str) -> None:
+    if kind != "fp8":
+        pytest.skip("the shim is in the fp8 server: io_uring reads do not pass libc")
+    healthy, doomed = tokens(30, 30), tokens(31, 3 * CHUNK - 5)
+    disk.client.flush_cache()
+    expected = ask(disk.client, payload(healthy, 24)), ask(disk.client, payload(doomed))
+    disk.client.flush_cache()
+    try:
+        for position in (3, CHUNK + 1, len(doomed) - 1):  # first, middle and last chunk
+            path = disk.poison(doomed, position)
+            with ThreadPoolExecutor(2) as pool:
+                beside = pool.submit(ask, disk.client, payload(healthy, 24))
+                with pytest.raises(ServerError) as error:
+                    disk.client.generate(payload(doomed))
+                assert beside.result().output_ids == expected[0].output_ids
+            for named in ("500", path.name, "errno 5"):
+                assert named in str(error.value)
+    finally:
+        disk.heal()
+    # Nothing that the failed forwards wrote is served from the prefix cache.
+    again = ask(disk.client, payload(doomed))
+    assert (again.output_ids, again.logprobs) == (expected[1].output_ids, expected[1].logprobs)
+
+
+def test_a_failed_decode_read_ends_the_stream_with_an_error(disk: Disk, kind: str) -> None:
+    if kind != "fp8":
+        pytest.skip("the shim is in the fp8 server: io_uring reads do not pass libc")
+    prompt = tokens(40, 12)
+    full = ask(disk.client, payload(prompt, 16)).output_ids
+    at = 8
+    got: list[int] = []
+    try:
+        # Step `at` reads the rows of the token generated before it.
+        disk.poison([*prompt, *full], len(prompt) + at - 1)
+        stream = disk.client.stream_generate(payload(prompt, 16))
+        with pytest.raises(ServerError, match="errno 5"):
+            got.extend(token for event in stream for token in event.output_ids)
+    finally:
+        disk.heal()
+    assert got == list(full[:at])
+    assert ask(disk.client, payload(prompt, 16)).output_ids == full
