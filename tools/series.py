@@ -10,6 +10,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -156,7 +157,13 @@ def cmd_lint(args: argparse.Namespace) -> int:
 
 def cmd_radar(args: argparse.Namespace) -> int:
     results = [radar.radar(v, series=args.series, python=args.python, progress=progress) for v in args.wheel]
-    emit(args, (render.radar_table if args.markdown else render.radar)(results), results)
+    if args.markdown:
+        when = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+        command = f"tools/series.py radar --wheel {' '.join(args.wheel)} --markdown"
+        text = render.radar_document(results, args.series, when, command)
+    else:
+        text = render.radar(results)
+    emit(args, text, results)
     return exit_codes.HOLDS if all(r.ok for r in results) else exit_codes.NEGATIVE
 
 
@@ -228,7 +235,7 @@ def parser() -> argparse.ArgumentParser:
 
     made = command("radar", cmd_radar, "try the series on other released versions, one line a patch")
     made.add_argument("--wheel", nargs="+", required=True, metavar="VERSION", help="versions, or `newest`")
-    made.add_argument("--markdown", action="store_true", help="print a table for docs/RADAR.md")
+    made.add_argument("--markdown", action="store_true", help="print docs/RADAR.md")
     python(made, "interpreter whose wheels to look at (default: this one)")
     return top
 

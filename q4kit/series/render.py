@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from q4kit.series.export import Exported
+from q4kit.series.journal import series_id
+from q4kit.series.manifest import Series
 from q4kit.series.prefix_tests import Outcome
 from q4kit.series.radar import Radar
 from q4kit.series.state import SeriesStatus
@@ -92,18 +94,37 @@ def radar(results: list[Radar]) -> str:
     return "\n".join(lines)
 
 
-def radar_table(results: list[Radar]) -> str:
-    """Return the same as a markdown table, a row a patch and a column a version."""
+def radar_document(results: list[Radar], series: Series, when: str, command: str) -> str:
+    """Return docs/RADAR.md: how the series fits other releases, a row a patch and a column a version."""
     lines = [
+        "# Radar: the series on other releases",
+        "",
+        f"Made on {when} by `{command} > docs/RADAR.md`; do not edit.",
+        f"Pin: {series.base.package} {series.base.version}. Series: {series.length} patches, "
+        f"{len(series.touched)} touched files, id `{series_id(series)[:12]}`.",
+        "",
+        "| Version | Touched files as in the pin | Wheel | sha256 |",
+        "| --- | --- | --- | --- |",
+    ]
+    lines += [f"| {r.version} | {r.same_files} of {r.files} | `{r.wheel}` | `{r.sha256}` |" for r in results]
+    lines += [
+        "",
+        "clean: fits where it was made. offset n: fits n lines away at most. absorbed: contained already, it can be",
+        "taken back. conflict: the first hunk that does not fit; later patches are then tried without it, and those",
+        "that share a file with it may conflict only because of that.",
+        "",
         "| Patch | " + " | ".join(r.version for r in results) + " |",
         "| --- |" + " --- |" * len(results),
     ]
     for i, verdict in enumerate(results[0].patches):
-        cells = []
-        for r in results:
-            text = r.patches[i].line().split(": ", 1)[1]
-            cells.append(
-                text.replace("|", "\\|") + (f" (may follow from {', '.join(r.follows[i])})" if r.follows[i] else "")
-            )
-        lines.append(f"| `{verdict.file}` | " + " | ".join(cells) + " |")
+        lines.append(f"| `{verdict.file}` | " + " | ".join(_cell(r, i) for r in results) + " |")
     return "\n".join(lines)
+
+
+def _cell(result: Radar, i: int) -> str:
+    verdict, follows = result.patches[i], result.follows[i]
+    misfit = verdict.misfit
+    if misfit is None:
+        return verdict.line().split(": ", 1)[1]
+    after = f" (may follow from {', '.join(follows)})" if follows else ""
+    return f"conflict `{misfit.path}` hunk {misfit.hunk} of {misfit.hunks}{after}"

@@ -11,7 +11,7 @@ import pytest
 from series_world import PACKAGE, SERIES, VERSION, World, commit, edit, make_wheel, message, source_files
 
 from q4kit.errors import EnvironmentFault, UsageError
-from q4kit.series import base, export, git, manifest, prefix_tests, radar, state, verify, wheel
+from q4kit.series import base, export, git, manifest, prefix_tests, radar, render, state, verify, wheel
 from q4kit.series.prefix_tests import Outcome
 
 
@@ -283,6 +283,11 @@ def test_radar_says_one_line_a_patch(world: World, tmp_path: Path) -> None:
     assert result.patches[3].verdict in ("offset", "conflict")
     assert not result.ok
     assert (result.same_files, result.files) == (3, 7)
+    document = render.radar_document([result], world.series, "today", "radar")
+    rows = [line for line in document.split("\n") if line.startswith("| `000")]
+    assert len(rows) == world.series.length
+    assert rows[1].endswith("| conflict `python/q4demo/beta.py` hunk 1 of 1 |")
+    assert rows[2].endswith("| absorbed |")
 
 
 def test_radar_on_the_pin_is_clean(world: World, tmp_path: Path) -> None:
