@@ -114,7 +114,7 @@ def test_image_reaches_the_model_through_the_vision_tower(client: Client) -> Non
     assert image_answer(client, "red") == red
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture  # of one test, so that no more than two servers are up at a time
 def restarted(start_server: Launcher, tiny_model: Path, server: ServerProcess) -> Iterator[Client]:
     """Return a client of a second start of the main server's model, its n-gram tables in "pinned" host
     memory.
