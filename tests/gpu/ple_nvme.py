@@ -2,25 +2,28 @@
 """Compare a PLE table on disk with the pinned one on a GPU: equal answers, decode and prefill speed, flat memory.
 
 One JSON line a server on stdout, and one "verdict" line a disk server that compares it with the pinned server under
-the same graphs:
+the same graphs. Each server answers twice, so that what differs between two runs of one server is known (the floor):
 
-* greedy tokens of --new-tokens tokens, and two requests at once: equal;
-* teacher-forced logprobs of prompts of 1 to 3,000 tokens, chunk edges and end-of-text inside: bit-equal;
-* a prompt whose cached prefix leaves exactly one token: equal (and whether it equals the uncached answer, in both);
+* greedy tokens of --new-tokens tokens (a fifth of it without decode graphs), and two requests at once;
+* teacher-forced logprobs of prompts of 1 to 3,000 tokens, chunk edges and end-of-text inside;
+* a prompt whose cached prefix leaves exactly one token (and whether it equals the uncached answer, in both);
 * decode: tokens/s and microseconds a step, warm, and cold (the table's pages dropped before every sample);
 * prefill of unique random text at 2,048-token chunks, cold and warm;
-* memory of the process group before and after, GiB; with --soak-s, mixed load for that long.
+* memory of the process group before and after, GiB: anonymous, and file pages that it maps (the kernel may take those
+  back); with --soak-s, mixed load for that long.
 
 The first line compares the n-gram ids hashed on the host with the device's, --hash-rows of them.
-Servers run one after the other: this measures time.
+--jobs servers boot side by side and are then measured one after the other while the rest is stopped (SIGSTOP).
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
+import signal
 import statistics
 import subprocess
 import sys
@@ -35,7 +38,7 @@ from q4kit.errors import Q4Error
 from q4kit.server.client import GREEDY, Client
 from q4kit.server.launch import ServerProcess, launch
 from tests.gpu.cells import GRAPH_ARGS
-from tests.gpu.matrix import COMMON_ARGS, failure, generate, group_rss_gib, prompts
+from tests.gpu.matrix import COMMON_ARGS, common_prefix, failure, generate, prompts, worst
 
 CHUNK = 2048
 CELLS = (
@@ -43,12 +46,14 @@ CELLS = (
     ("nvme", "full", "auto"),
     ("nvme", "full", "io_uring"),
     ("nvme", "full", "pread"),
+    ("pinned", "breakable", None),
+    ("nvme", "breakable", "auto"),
     ("nvme", "full", "mmap"),
     ("pinned", "eager", None),
     ("nvme", "eager", "auto"),
-    ("pinned", "breakable", None),
-    ("nvme", "breakable", "auto"),
 )
+RAW = ("scored", "scored_again", "greedy", "greedy_again", "pair", "one_left", "uncached", "full")
+"""Fields kept in OUT/*.json only."""
 HASH_CHECK = """
 import json, sys, torch
 from types import SimpleNamespace
@@ -116,17 +121,35 @@ def prefill_sample(client: Client, seed: int, length: int, vocab: int) -> float:
     return length / (time.monotonic() - start)
 
 
-def measure(server: ServerProcess, args: argparse.Namespace, files: list[Path]) -> dict[str, Any]:
+def memory_gib(group: int) -> dict[str, float]:
+    """Return the anonymous and the mapped file memory of a process group, GiB."""
+    total = {"RssAnon": 0.0, "RssFile": 0.0, "RssShmem": 0.0}
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, IndexError, ValueError):
+            if int((entry / "stat").read_text().rsplit(")", 1)[1].split()[2]) != group:
+                continue
+            for line in (entry / "status").read_text().splitlines():
+                name, _, value = line.partition(":")
+                if name in total:
+                    total[name] += int(value.split()[0]) / 2**20
+    return {name: round(value, 2) for name, value in total.items()}
+
+
+def measure(server: ServerProcess, args: argparse.Namespace, files: list[Path], graph: str) -> dict[str, Any]:
     """Return everything recorded about one healthy server."""
     eos = json.loads((args.model / "config.json").read_text())["text_config"]["eos_token_id"]
-    result: dict[str, Any] = {"rss_gib_start": group_rss_gib(server.pid)}
+    result: dict[str, Any] = {"rss_gib_start": memory_gib(server.pid)}
+    new_tokens = args.new_tokens // 5 if graph == "eager" else args.new_tokens
+    decode_tokens = args.decode_tokens // 5 if graph == "eager" else args.decode_tokens
     with Client(server.base_url, timeout_s=300) as client:
         texts = prompts(args.vocab)
         texts[7] = [token if index % 97 else eos for index, token in enumerate(texts[7])]
-        client.flush_cache()
-        result["scored"] = [generate(client, ids, 4) for ids in texts]
-        client.flush_cache()
-        result["greedy"] = generate(client, unique(1, 300, args.vocab), args.new_tokens)["ids"]
+        for scored in ("scored", "scored_again"):
+            client.flush_cache()
+            result[scored] = [generate(client, ids, 4) for ids in texts]
+        for greedy in ("greedy", "greedy_again"):
+            client.flush_cache()
+            result[greedy] = generate(client, unique(1, 300, args.vocab), new_tokens)["ids"]
         client.flush_cache()
         with ThreadPoolExecutor(2) as pool:
             pair = [pool.submit(generate, client, unique(seed, n, args.vocab), 64) for seed, n in ((2, 700), (3, 90))]
@@ -147,9 +170,9 @@ def measure(server: ServerProcess, args: argparse.Namespace, files: list[Path]) 
                     drop_table_pages(files)
                 # The same texts in both states and in every server; warm has read each once before.
                 if state == "warm":
-                    decode_sample(client, 100 + sample, args.vocab, args.decode_tokens)
+                    decode_sample(client, 100 + sample, args.vocab, decode_tokens)
                     client.flush_cache()
-                steps.append(decode_sample(client, 100 + sample, args.vocab, args.decode_tokens))
+                steps.append(decode_sample(client, 100 + sample, args.vocab, decode_tokens))
                 if state == "warm":
                     prefill_sample(client, 200 + sample, args.prefill_tokens, args.vocab)
                 else:
@@ -158,15 +181,15 @@ def measure(server: ServerProcess, args: argparse.Namespace, files: list[Path]) 
             result[f"step_us_{state}"], result[f"prefill_tok_s_{state}"] = steps, rates
         if args.soak_s:
             result["soak"] = soak(server, client, args)
-    result["rss_gib_end"] = group_rss_gib(server.pid)
+    result["rss_gib_end"] = memory_gib(server.pid)
     return result
 
 
-def soak(server: ServerProcess, client: Client, args: argparse.Namespace) -> list[tuple[float, float]]:
-    """Run mixed load for --soak-s; return (seconds, resident GiB of the server) samples."""
+def soak(server: ServerProcess, client: Client, args: argparse.Namespace) -> list[tuple[float, dict[str, float]]]:
+    """Run mixed load for --soak-s; return (seconds, memory of the server) samples."""
     samples, start, seed = [], time.monotonic(), 1000
     while (elapsed := time.monotonic() - start) < args.soak_s:
-        samples.append((round(elapsed, 1), group_rss_gib(server.pid)))
+        samples.append((round(elapsed, 1), memory_gib(server.pid)))
         with ThreadPoolExecutor(2) as pool:
             lengths = (random.Random(seed).randrange(1, 3000), random.Random(seed + 1).randrange(1, 300))
             for future in [
@@ -183,19 +206,25 @@ def verdict(pinned: dict[str, Any], disk: dict[str, Any]) -> dict[str, Any]:
     def median(result: dict[str, Any], name: str) -> float:
         return statistics.median(result[name])
 
-    def scores(result: dict[str, Any]) -> list[Any]:
-        return [(answer["prompt"], answer["output"]) for answer in result["scored"]]
+    def apart(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> float:
+        return worst(one, other)[0]
 
+    floor = max(apart(result["scored"], result["scored_again"]) for result in (pinned, disk))
     compared: dict[str, Any] = {
         "greedy_tokens": len(disk["greedy"]),
-        "greedy_equal": disk["greedy"] == pinned["greedy"],
+        "greedy_common": common_prefix(pinned["greedy"], disk["greedy"]),
+        "greedy_common_floor": [common_prefix(r["greedy"], r["greedy_again"]) for r in (pinned, disk)],
         "pair_equal": disk["pair"] == pinned["pair"],
-        "logprobs_bit_equal": scores(disk) == scores(pinned),
-        "one_left_equal": disk["one_left"] == pinned["one_left"],
+        "max_abs_dlogprob": apart(pinned["scored"], disk["scored"]),
+        "floor": floor,
+        "one_left_common": common_prefix(pinned["one_left"], disk["one_left"]),
         "one_left_equals_uncached": [r["one_left"] == r["uncached"] for r in (pinned, disk)],
         "one_left_cached": disk["one_left_cached"],
         "rss_gib": [disk["rss_gib_start"], disk["rss_gib_end"]],
     }
+    compared["equal"] = compared["max_abs_dlogprob"] <= 2 * floor and (
+        compared["greedy_common"] == len(disk["greedy"]) or min(compared["greedy_common_floor"]) < len(disk["greedy"])
+    )
     for state in ("warm", "cold"):
         step, base = median(disk, f"step_us_{state}"), median(pinned, f"step_us_{state}")
         rate, rate_base = median(disk, f"prefill_tok_s_{state}"), median(pinned, f"prefill_tok_s_{state}")
@@ -218,7 +247,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--new-tokens", type=int, default=1000, help="greedy tokens that are compared")
     parser.add_argument("--decode-tokens", type=int, default=200, help="tokens of one decode sample")
     parser.add_argument("--prefill-tokens", type=int, default=8 * CHUNK, help="tokens of one prefill sample")
-    parser.add_argument("--samples", type=int, default=3)
+    parser.add_argument("--samples", type=int, default=2)
+    parser.add_argument("--jobs", type=int, default=6, help="servers that boot at once")
     parser.add_argument("--soak-s", type=float, default=0, help="seconds of mixed load a disk server")
     parser.add_argument("--hash-rows", type=int, default=200_000)
     parser.add_argument("--boot-timeout", type=float, default=400)
@@ -226,64 +256,101 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def run_cell(args: argparse.Namespace, ple: str, graph: str, reader: str | None) -> dict[str, Any]:
-    """Serve one cell and return its record; a server that does not serve gives its error."""
-    name = "-".join(filter(None, (ple, graph, reader)))
+def name_of(cell: tuple[str, str, str | None]) -> str:
+    """Return the name of a cell, such as nvme-full-auto."""
+    return "-".join(part for part in cell if part)
+
+
+def boot(args: argparse.Namespace, cell: tuple[str, str, str | None]) -> tuple[ServerProcess | None, dict[str, Any]]:
+    """Return the healthy server of a cell and its record; a server that does not serve gives its error."""
+    ple, graph, reader = cell
     flags = [*COMMON_ARGS, *args.arg, *GRAPH_ARGS[graph], "--ple-offload-embedding", f"--ple-offload-backend={ple}"]
     if reader:
         flags.append(f"--ple-offload-reader={reader}")
     if ple == "nvme" and args.table:
         flags.append(f"--ple-offload-dir={args.table}")
-    files = sorted((args.table or args.model).rglob("*.bin" if args.table else "*.safetensors"))
     started = time.monotonic()
-    record: dict[str, Any] = {"kind": "server", "cell": name, "args": flags}
+    record: dict[str, Any] = {"kind": "server", "cell": name_of(cell), "args": flags}
     try:
-        with launch(
+        server = launch(
             args.model,
             python=sys.executable,
             pythonpath=args.patched,
-            log_path=args.out / f"{name}.log",
+            log_path=args.out / f"{name_of(cell)}.log",
             extra_args=flags,
             timeout_s=args.boot_timeout,
             device="cuda",
-        ) as server:
-            record["boot_s"] = time.monotonic() - started
-            record |= measure(server, args, files)
+        )
     except Q4Error as error:
-        record |= failure(error)
-    return record
+        return None, record | failure(error)
+    return server, record | {"boot_s": time.monotonic() - started}
+
+
+def run_wave(args: argparse.Namespace, wave: list[tuple[str, str, str | None]]) -> list[dict[str, Any]]:
+    """Boot the cells of a wave side by side, measure them one after the other, return their records."""
+    files = sorted((args.table or args.model).rglob("*.bin" if args.table else "*.safetensors"))
+    with ThreadPoolExecutor(len(wave)) as pool:
+        booted = list(pool.map(lambda cell: boot(args, cell), wave))
+    records = []
+    try:
+        for server, _ in booted:
+            if server:
+                os.killpg(server.pid, signal.SIGSTOP)
+        for cell, (server, record) in zip(wave, booted, strict=True):
+            if server:
+                os.killpg(server.pid, signal.SIGCONT)
+                try:
+                    record |= measure(server, args, files, cell[1])
+                except Q4Error as error:
+                    record |= failure(error)
+                    record["full"] += server.log_tail(60)
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(server.pid, signal.SIGSTOP)
+            records.append(record)
+    finally:
+        for server, _ in booted:
+            if server:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(server.pid, signal.SIGKILL)
+                server.stop()
+    return records
+
+
+def check_hashes(args: argparse.Namespace) -> dict[str, Any]:
+    """Return whether the host's n-gram ids equal the device's, plain and fused."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(args.patched), os.environ.get("PYTHONPATH", "")])}
+    check = subprocess.run(
+        [sys.executable, "-c", HASH_CHECK, str(args.hash_rows)], env=environment, capture_output=True, text=True
+    )
+    lines = check.stdout.strip().splitlines()
+    if check.returncode or not lines:
+        return {"kind": "hash", "error": check.stderr[-2000:]}
+    result: dict[str, Any] = json.loads(lines[-1])
+    return result
 
 
 def main(argv: list[str] | None = None) -> int:
     """Return 0 when every disk server answers as the pinned one and no cell failed."""
     args = parse(argv)
     args.out.mkdir(parents=True, exist_ok=True)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(args.patched), os.environ.get("PYTHONPATH", "")])}
-    check = subprocess.run(
-        [sys.executable, "-c", HASH_CHECK, str(args.hash_rows)], env=environment, capture_output=True, text=True
-    )
-    hashes = check.stdout.strip().splitlines()[-1:] or [json.dumps({"kind": "hash", "error": check.stderr[-2000:]})]
-    print(hashes[0], flush=True)
-    good = '"plain": true' in hashes[0] and '"fused": true' in hashes[0]
+    hashes = check_hashes(args)
+    print(json.dumps(hashes), flush=True)
+    good = hashes.get("equal") == {"plain": True, "fused": True}
+    cells = [cell for cell in CELLS if not args.only or name_of(cell) in args.only]
     pinned: dict[str, dict[str, Any]] = {}
-    for ple, graph, reader in CELLS:
-        name = "-".join(filter(None, (ple, graph, reader)))
-        if args.only and name not in args.only:
-            continue
-        record = run_cell(args, ple, graph, reader)
-        (args.out / f"{name}.json").write_text(json.dumps(record))
-        brief = {key: value for key, value in record.items() if key not in ("scored", "greedy", "pair", "full")}
-        print(json.dumps(brief), flush=True)
-        good &= "error" not in record
-        if "error" in record:
-            continue
-        if ple == "pinned":
-            pinned[graph] = record
-        elif graph in pinned:
-            compared = verdict(pinned[graph], record)
-            print(json.dumps({"kind": "verdict", "cell": name, **compared}), flush=True)
-            equal = ("greedy_equal", "pair_equal", "logprobs_bit_equal", "one_left_equal")
-            good &= all(compared[key] for key in equal)
+    for first in range(0, len(cells), args.jobs):
+        wave = cells[first : first + args.jobs]
+        for (ple, graph, _), record in zip(wave, run_wave(args, wave), strict=True):
+            (args.out / f"{record['cell']}.json").write_text(json.dumps(record))
+            print(json.dumps({k: v for k, v in record.items() if k not in RAW}), flush=True)
+            if "error" in record:
+                good = False
+            elif ple == "pinned":
+                pinned[graph] = record
+            elif graph in pinned:
+                compared = verdict(pinned[graph], record)
+                print(json.dumps({"kind": "verdict", "cell": record["cell"], **compared}), flush=True)
+                good &= compared["equal"]
     return 0 if good else 1
 
 
