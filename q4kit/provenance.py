@@ -92,6 +92,7 @@ _PACKAGES = (
     "sglang-cpu-ref",
     "numpy",
 )
+_SERIES_FIELDS = ("state", "prefix", "length", "tree", "absorbed", "reason")
 _LOOPBACK = {"127.0.0.1", "localhost", "::1", "0.0.0.0"}
 _SAMPLE_BLOCKS = 64
 _SAMPLE_BYTES = 4096
@@ -389,10 +390,11 @@ def _series(process: psutil.Process | str) -> dict[str, Any] | str:
         found = _attempt(ask)
     except (ImportError, AttributeError, TypeError, RuntimeError) as error:
         return f"{UNKNOWN}{type(error).__name__}: {short_paths(str(error))[:160]}"
-    if isinstance(found, dict):
-        found = {name: short_paths(value) if isinstance(value, str) else value for name, value in found.items()}
-        found["of"] = "the server's code" if isinstance(process, psutil.Process) else "the tool's environment"
-    return found if isinstance(found, dict | str) else f"{UNKNOWN}{found!r:.80}"
+    if not isinstance(found, dict):
+        return found if isinstance(found, str) else f"{UNKNOWN}{found!r:.80}"
+    state = {name: found.get(name) for name in _SERIES_FIELDS}
+    state["of"] = "the server's code" if isinstance(process, psutil.Process) else "the tool's environment"
+    return {name: short_paths(value) if isinstance(value, str) else value for name, value in state.items()}
 
 
 def _model(info: Mapping[str, Any], model: Any) -> dict[str, Any]:

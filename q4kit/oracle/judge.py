@@ -234,7 +234,8 @@ def _heterogeneous(groups: Sequence[Group], floor: Floor, alpha: float) -> list[
     if columns < 4:
         return []
     shapes = [(group.values.shape[0], columns - 1) for group in groups]
-    test = ExchangeTest(shapes, redraws=1000)
+    # alpha is split over the runs, so p must be able to get that small.
+    test = ExchangeTest(shapes, redraws=4000)
     found = []
     for candidate in range(1, columns):
         order = [candidate, *(column for column in range(1, columns) if column != candidate)]

@@ -27,7 +27,7 @@ from q4kit.oracle.plan import Options, make_plan
 from q4kit.oracle.recording import ItemResult, Position, Recording
 from q4kit.oracle.summary import SEED_MAX, SEED_MEAN
 from q4kit.report import Report, Table
-from q4kit.stats.exchange import ALPHA, ExchangeTest, Group
+from q4kit.stats.exchange import ExchangeTest, Group
 from q4kit.stats.intervals import clopper_pearson
 from q4kit.stats.resample import Floats
 
@@ -35,6 +35,8 @@ POSITIONS, BINS, AA_RUNS = 450, 6, 6
 """Positions of a leg, prompts they belong to, A/A runs (the reference and five more)."""
 NOISE_MEAN, NOISE_SIGMA = 0.002, 1.6
 REDRAWS = 500
+MAX_FALSE_ALARMS = 0.01
+"""Required of the self-test; the test is built for half of it."""
 REQUIRED = "2 % of tokens off by 0.2 nats"
 NOTHING = "nothing (A/A)"
 SWEEP = (0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.3, 0.5)
@@ -158,9 +160,14 @@ class SelfTest:
     @property
     def holds(self) -> bool:
         """Whether detection, false alarms and refusals are as required."""
-        # A true rate of 1 % shows more than 1 % in half of all self-tests: ask whether it is excluded.
-        false_alarm = clopper_pearson(self.rates[NOTHING].caught, self.rates[NOTHING].trials).low
-        return self.rates[REQUIRED].value >= REQUIRED_POWER and false_alarm <= ALPHA and all(self.structural.values())
+        nothing = self.rates[NOTHING]
+        # Few trials show 1.2 % now and then at a true 0.5 %: fail only when more than 1 % is established.
+        false_alarm = clopper_pearson(nothing.caught, nothing.trials, side="lower").low
+        return (
+            self.rates[REQUIRED].value >= REQUIRED_POWER
+            and false_alarm <= MAX_FALSE_ALARMS
+            and all(self.structural.values())
+        )
 
 
 @dataclass(slots=True)

@@ -30,7 +30,7 @@ from scipy.stats import norm
 
 from q4kit.stats.resample import Floats
 
-ALPHA = 0.01
+ALPHA = 0.005
 """False-alarm rate of one comparison, over all statistics and groups together."""
 SPIKE_SHARE = 0.2
 """Part of `ALPHA` spent on isolated positions."""
