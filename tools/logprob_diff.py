@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 
 from q4kit import exit_codes, report
-from q4kit.errors import Q4Error, UsageError
+from q4kit.errors import Q4Error
 from q4kit.oracle import commands
 from q4kit.oracle.plan import Options
 from q4kit.oracle.promptset import DEFAULT_FOLDER
@@ -107,9 +107,6 @@ def main(argv: list[str] | None = None) -> int:
     except Q4Error as error:
         sys.stderr.write(error.render() + "\n")
         return error.exit_code
-    except ValueError as error:
-        sys.stderr.write(UsageError(str(error)).render() + "\n")
-        return exit_codes.USAGE
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
         return exit_codes.INTERRUPTED

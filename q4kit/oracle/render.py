@@ -187,7 +187,7 @@ def _percentiles(found: Comparison) -> Table:
 
 
 def _bins(found: Comparison) -> Table:
-    table = Table(["leg", "prompt", "positions", "mean |change|", "max |change|"], title="By place")
+    table = Table(["leg", "place", "positions", "mean |change|", "max |change|"], title="By place")
     for leg in found.legs.values():
         for name, (count, mean, largest) in leg.bins.items():
             table.add(leg.leg, name, count, mean, largest)

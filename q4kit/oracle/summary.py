@@ -44,7 +44,7 @@ class LegSummary:
         k3: mean of exp(r) - 1 - r.
         kl: mean KL(reference || candidate) over positions with alternatives: proven low, conditional high.
         flips: argmax changes on both sides of the near-tie bound.
-        bins: mean |change| and maximum of each item group.
+        bins: count, mean |change| and maximum by prompt, by depth in the context and by decode step.
     """
 
     leg: str
@@ -93,7 +93,10 @@ def summarise(leg: str, pairs: Sequence[ItemPair], *, near_tie: float) -> LegSum
     change = changes(rows)
     groups: dict[str, list[float]] = {}
     for pair in chosen:
-        groups.setdefault(pair.prompt, []).extend(np.abs(changes(pair.rows)).tolist() if pair.rows else [])
+        for step, row in enumerate(pair.rows, start=1):
+            size = abs(row.logprob - row.ref.logprob)
+            for name in _bin_names(pair, row, step):
+                groups.setdefault(name, []).append(size)
     return LegSummary(
         leg=leg,
         positions=len(rows),
@@ -110,8 +113,23 @@ def summarise(leg: str, pairs: Sequence[ItemPair], *, near_tie: float) -> LegSum
         kl=_mean_kl(rows),
         flips=tuple(_flips(chosen, near_tie)),
         divergences=tuple(pair.divergence for pair in chosen if pair.divergence),
-        bins={name: (len(sizes), float(np.mean(sizes)), max(sizes)) for name, sizes in groups.items() if sizes},
+        bins={name: (len(groups[name]), float(np.mean(groups[name])), max(groups[name])) for name in sorted(groups)},
     )
+
+
+def _bin_names(pair: ItemPair, row: Row, step: int) -> list[str]:
+    """Return the bins of a position: its prompt, its depth in the context (by factors of 4), its decode step."""
+
+    def span(value: int, low: int) -> str:
+        while value >= 4 * low:
+            low *= 4
+        return f"{low:5d} .. {4 * low - 1}"
+
+    names = [f"prompt {pair.prompt}"]
+    names.append(f"position {span(row.ref.pos, 256)}" if row.ref.pos >= 256 else "position     0 .. 255")
+    if pair.leg == "decode":
+        names.append(f"decode step {span(step, 1)}")
+    return names
 
 
 def _mean_kl(rows: Sequence[Row]) -> KlInterval | None:

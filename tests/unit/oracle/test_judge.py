@@ -167,7 +167,19 @@ def test_figures_are_those_of_the_planted_change(reference) -> None:
     assert leg.signs[:2] == (0, SCORED)
     assert leg.percentiles[50].value == pytest.approx(-0.25)
     assert leg.seed_holds is False
-    assert {name: row[0] for name, row in leg.bins.items()} == {"a": 150, "b": 300}
+    counts = {name: row[0] for name, row in leg.bins.items()}
+    assert counts == {"prompt a": 150, "prompt b": 300, "position   256 .. 1023": 374, "position  1024 .. 4095": 76}
+
+
+def test_a_fault_that_grows_with_the_decode_step_shows_in_its_bins(reference) -> None:
+    candidate = made(0)
+    for result in candidate.results:
+        if result.item.leg == "decode":
+            for step, position in enumerate(result.positions):
+                position.logprob -= 0.01 * step
+    bins = judge.compare(reference, candidate, None).legs["decode"].bins
+    means = [row[1] for name, row in bins.items() if name.startswith("decode step")]
+    assert means == pytest.approx([0.02, 0.095], abs=2e-3)
 
 
 def test_decode_against_prefill_is_measured_inside_each_side(reference) -> None:
