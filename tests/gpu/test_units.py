@@ -16,7 +16,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("script", ["bcg_outputs", "pinned_exact", "qsa_sync", "fp8_kv"])
+@pytest.mark.parametrize("script", ["bcg_outputs", "pinned_exact", "qsa_sync", "fp8_kv", "offload"])
 def test_script(script: str) -> None:
     done = subprocess.run(
         [sys.executable, str(Path(__file__).parent / f"{script}.py")], capture_output=True, text=True, timeout=600
