@@ -82,7 +82,9 @@ def like(client: Client, reference: Recording, *, tool: str = "logprob_diff") ->
     block = provenance.collect(client, tool=tool)
     header = {**reference.header, "provenance": block, "tokenizer": tokenizer_fingerprint(client)}
     check_tokenizer(reference.header["tokenizer"], header["tokenizer"])
-    return Recording(header, reference.prompts, complete=False, reason="not started")
+    # The reference's own items, not a new plan: a later version of the planner must not make them differ.
+    items = [result.item for result in reference.results]
+    return Recording(header, reference.prompts, complete=False, reason="not started", plan=items)
 
 
 def check_tokenizer(reference: str, candidate: str) -> None:
@@ -100,7 +102,7 @@ def run(client: Client, recording: Recording, *, progress: Progress = _silent) -
     On any fault, and on Ctrl-C, what was measured so far stays in the recording, which stays marked as
     not complete with the reason; the exception goes on to the caller.
     """
-    items = make_plan(recording.prompts, recording.options)
+    items = recording.plan or make_plan(recording.prompts, recording.options)
     vocab = provenance.get(recording.provenance, "model.vocab_size")
     asker = _Native(client, recording.options.top, vocab if isinstance(vocab, int) else None)
     backend = recording.header["backend"]

@@ -84,7 +84,7 @@ def _shares(total: int, weights: Sequence[float]) -> list[int]:
     return shares
 
 
-def make_plan(prompts: Mapping[str, Sequence[int]], options: Options) -> list[Item]:
+def make_plan(prompts: dict[str, list[int]], options: Options) -> list[Item]:
     """Return the items of a recording, prefill leg first.
 
     The longest prompt gets twice the share of the others: only there do sparse attention and chunked
@@ -96,7 +96,8 @@ def make_plan(prompts: Mapping[str, Sequence[int]], options: Options) -> list[It
     options.check()
     if not prompts:
         raise UsageError("the prompt set is empty")
-    longest = max(prompts, key=lambda name: len(prompts[name]))
+    # The last of equals: --max-prompt-tokens makes prompts alike, and "long" comes last.
+    longest = max(reversed(prompts), key=lambda name: len(prompts[name]))
     weights = [2.0 if name == longest and len(prompts) > 1 else 1.0 for name in prompts]
     items = []
     for (name, ids), share in zip(prompts.items(), _shares(options.scored, weights), strict=True):

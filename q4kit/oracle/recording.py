@@ -65,6 +65,8 @@ class Recording:
     complete: bool = True
     reason: str = ""
     """Why it is not complete."""
+    plan: list[Item] | None = field(default=None, compare=False, repr=False)
+    """Items to measure, where they come from a reference; None makes them from prompts and options."""
 
     @property
     def options(self) -> Options:

@@ -175,6 +175,14 @@ def test_another_tokenizer_is_refused_before_anything_is_measured(
     assert server.requests == []
 
 
+def test_a_candidate_measures_the_items_of_its_reference_not_a_new_plan(record: Record, client: Client) -> None:
+    reference = record()
+    del reference.results[3:]
+    target = measure.like(client, reference)
+    measure.run(client, target)
+    assert [result.item for result in target.results] == [result.item for result in reference.results]
+
+
 def test_progress_counts_every_item(client: Client) -> None:
     seen: list[tuple[int, int]] = []
     target = measure.new_recording(client, options=OPTIONS)
