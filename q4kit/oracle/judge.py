@@ -123,8 +123,23 @@ def compare(
             "candidate": self_consistency(_decoded_and_forced(candidate)),
         },
     )
-    _decide(result, groups, floor, tolerance, fault, alpha)
+    lost = [leg for leg in LEGS if leg not in legs and any(found.leg == leg for found in pairs)]
+    if lost:
+        _all_lost(result, lost[0], pairs, near_tie)
+    else:
+        _decide(result, groups, floor, tolerance, fault, alpha)
     return result
+
+
+def _all_lost(result: Comparison, leg: str, pairs: Sequence[ItemPair], near_tie: float) -> None:
+    """Fill in the verdict of a leg that diverged at the first token of every segment."""
+    margins = [found.divergence.margin for found in pairs if found.leg == leg and found.divergence]
+    real = sum(gap > near_tie for gap in margins)
+    result.verdict = DIFFERENT if real else INCONCLUSIVE
+    result.evidence = (
+        f"every {leg} segment diverges at its first token ({len(margins)} segments, {real} of them at a margin above "
+        f"{near_tie:.3g} nats), so no {leg} position can be compared"
+    )
 
 
 def _decide(
@@ -144,7 +159,9 @@ def _decide(
         result.verdict = EQUIVALENT
         result.evidence = f"bit-identical: all {positions} log-probabilities and all generated tokens are equal"
         return
-    if tolerance is not None and worst <= tolerance and all(leg.real_flips == 0 for leg in legs.values()):
+    scarce = [leg for leg in legs.values() if leg.positions < MIN_KEPT * (leg.positions + leg.lost)]
+    flips = sum(leg.real_flips for leg in legs.values())
+    if tolerance is not None and worst <= tolerance and flips == 0 and not scarce:
         result.verdict = EQUIVALENT
         result.evidence = (
             f"within the stated tolerance: max |change| {worst:.3g} <= {tolerance:.3g} nats on {positions} "
@@ -174,7 +191,6 @@ def _decide(
         return
     result.power = {group.name: detection_rate(noisy, index, fault, alpha=alpha) for index, group in enumerate(noisy)}
     weak = {leg: rate for leg, rate in result.power.items() if rate < REQUIRED_POWER}
-    lost = [leg for leg in legs.values() if leg.positions < MIN_KEPT * (leg.positions + leg.lost)]
     ratio = " and ".join(
         f"{name} {legs[name].mean.value:.3g} (floor {result.floor_size[name][0]:.3g})" for name in groups
     )
@@ -184,10 +200,10 @@ def _decide(
             f"no change seen (p = {outcome.p:.3g}), but {fault} in the {weakest} leg would be seen in only "
             f"{rate:.0%} of comparisons with this floor: record more positions or floor runs"
         )
-    elif lost:
+    elif scarce:
         result.evidence = (
-            f"no change seen, but decode divergences left only {lost[0].positions} of "
-            f"{lost[0].positions + lost[0].lost} {lost[0].leg} positions: use a smaller --decode-tokens"
+            f"no change seen, but decode divergences left only {scarce[0].positions} of "
+            f"{scarce[0].positions + scarce[0].lost} {scarce[0].leg} positions: use a smaller --decode-tokens"
         )
     else:
         result.verdict = EQUIVALENT

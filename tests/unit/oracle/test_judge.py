@@ -190,3 +190,38 @@ def test_decode_against_prefill_is_measured_inside_each_side(reference) -> None:
     found = judge.compare(reference, candidate, None)
     assert found.consistency["reference"].value == 0
     assert found.consistency["candidate"].value == pytest.approx(np.expm1(-0.5) + 0.5)
+
+
+def diverged(offset: int, *, margin: float = 1.0, noise: float = 3.3e-4) -> Recording:
+    """Return a run whose decode segments leave the reference's tokens at `offset`."""
+    candidate = made(9, noise=noise)
+    for result in candidate.results:
+        if result.item.leg == "decode":
+            for position in result.positions[offset:]:
+                position.top = [(7, position.logprob), (position.token, position.logprob - margin)]
+                position.token = 7
+    return candidate
+
+
+def test_decode_lost_at_the_first_token_everywhere_is_never_equivalent(reference, floor) -> None:
+    for given in (floor, None):
+        found = judge.compare(reference, diverged(0), given, tolerance=0.1)
+        assert found.verdict == judge.DIFFERENT
+        assert "every decode segment diverges at its first token (30 segments, 30 of them" in found.evidence
+
+
+def test_decode_that_breaks_at_its_first_step_is_different(reference, floor) -> None:
+    found = judge.compare(reference, diverged(1), floor)
+    assert found.verdict == judge.DIFFERENT
+    assert found.legs["decode"].lost == SCORED - 30
+    assert "decode" in found.evidence
+
+
+def test_a_tolerance_does_not_hide_that_most_of_decode_was_lost() -> None:
+    near = made(0)
+    for result in near.results:
+        for position in result.positions:
+            position.top = [(position.token, position.logprob), (7, position.logprob - 1e-5)]
+    found = judge.compare(near, diverged(1, margin=1e-5), None, tolerance=1.0)
+    assert found.legs["decode"].real_flips == 0
+    assert found.verdict == judge.INCONCLUSIVE
