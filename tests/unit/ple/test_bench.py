@@ -134,9 +134,9 @@ def test_rounds_measure_every_cell_and_count(tmp_path: Path) -> None:
         ("memmap", 300, "cold"): 1,
         ("threads-16", 16, "cold"): 6,
         ("threads-16", 300, "cold"): 2,
-        ("memmap", 16, "warm"): 6,
-        ("memmap", 300, "warm"): 2,
-        ("threads-16", 16, "warm"): 6,
+        ("memmap", 16, "warm"): 10,
+        ("memmap", 300, "warm"): 10,
+        ("threads-16", 16, "warm"): 10,
         ("threads-16", 300, "warm"): 1,
     }
     assert all(0 <= share <= measure.MAX_RESIDENT_COLD for s in result.samples.values() for share in s.resident)
