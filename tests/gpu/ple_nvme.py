@@ -122,17 +122,19 @@ def prefill_sample(client: Client, seed: int, length: int, vocab: int) -> float:
 
 
 def memory_gib(group: int) -> dict[str, float]:
-    """Return the anonymous and the mapped file memory of a process group, GiB."""
+    """Return the anonymous and the mapped file memory of a process group, GiB, and how many processes it has."""
     total = {"RssAnon": 0.0, "RssFile": 0.0, "RssShmem": 0.0}
+    processes = 0
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError, IndexError, ValueError):
             if int((entry / "stat").read_text().rsplit(")", 1)[1].split()[2]) != group:
                 continue
+            processes += 1
             for line in (entry / "status").read_text().splitlines():
                 name, _, value = line.partition(":")
                 if name in total:
                     total[name] += int(value.split()[0]) / 2**20
-    return {name: round(value, 2) for name, value in total.items()}
+    return {name: round(value, 2) for name, value in total.items()} | {"processes": processes}
 
 
 def measure(server: ServerProcess, args: argparse.Namespace, files: list[Path], graph: str) -> dict[str, Any]:
