@@ -18,7 +18,7 @@ from sglang.srt.mem_cache.ple_state_pool import NGramPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.forward_context import set_forward_context
 from sglang.srt.models import qwen4_exp
-from sglang.srt.models.qwen4_exp import _commit_ple_batch, _prepare_ple_batch
+from sglang.srt.models.qwen4_exp import Qwen4ExpPLELayer, _commit_ple_batch, _prepare_ple_batch
 
 EOS, HISTORY = 2, 2
 pytestmark = pytest.mark.red_on_stock
@@ -173,6 +173,34 @@ def test_the_read_runs_before_and_beside_the_forward(model: Any, pool: Pool, mon
     values = module(live, forward)
     forward.ple_staged_rows = None
     assert torch.equal(values.view(torch.int16), module(live, forward).view(torch.int16))
+
+
+@pytest.mark.parametrize("capturing", [False, True])
+def test_a_graph_capture_waits_for_the_reader_thread(
+    model: Any, pool: Pool, monkeypatch: pytest.MonkeyPatch, capturing: bool
+) -> None:
+    """CUDA calls of another thread invalidate a capture, so an eager break of one leaves no read running."""
+    module = ple_modules(model)[1]
+    gated = Gated(module.ngram_embedding.reader)
+    monkeypatch.setattr(module.ngram_embedding, "reader", gated)
+    layer = Qwen4ExpPLELayer.__new__(Qwen4ExpPLELayer)
+    torch.nn.Module.__init__(layer)
+    layer.ple_embedding, layer._staged_rows = module, None
+    live, forward = device_batch(extend_batch([([5, 6, 7], 0, 3)]))
+
+    def eager_break() -> None:
+        if capturing:
+            qwen4_exp._current_capture_var.set(object())
+        layer.start_prefetch(live, forward)
+
+    forward_thread = threading.Thread(target=eager_break)
+    forward_thread.start()
+    assert gated.entered.wait(30)
+    forward_thread.join(0.5)
+    assert forward_thread.is_alive() == capturing
+    gated.release.set()
+    forward_thread.join(30)
+    layer._staged_rows.finish()
 
 
 def test_rows_of_two_forwards_in_flight_stay_apart(model: Any) -> None:

@@ -35,8 +35,8 @@ MODELS = {
 }
 """fp32 weights around the fp8 table: there, and only there, a cached prefix changes no bit of the answer."""
 SERVED = {
-    "bf16": ("--ple-offload-reader", "auto"),
-    "fp8": ("--ple-offload-reader", "pread", "--disable-overlap-schedule"),
+    "bf16": ("--ple-offload-reader", "auto", "--disable-overlap-schedule"),
+    "fp8": ("--ple-offload-reader", "pread"),
 }
 
 
@@ -266,5 +266,7 @@ def test_a_failed_decode_read_ends_the_stream_with_an_error(disk: Disk, kind: st
             got.extend(token for event in stream for token in event.output_ids)
     finally:
         disk.heal()
-    assert got == list(full[:at])
+    # The overlap scheduler learns of the error before it commits the step before.
+    assert at - 1 <= len(got) <= at
+    assert got == list(full[: len(got)])
     assert ask(disk.client, payload(prompt, 16)).output_ids == full
