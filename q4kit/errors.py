@@ -39,7 +39,7 @@ class ServerError(Q4Error):
     exit_code = exit_codes.FAULT
 
 
-class EnvironmentFault(Q4Error):
+class EnvironmentFault(Q4Error):  # noqa: N818 (a fault of the machine, not of the program)
     """The machine lacks something: a package, disk space, a device."""
 
     exit_code = exit_codes.FAULT

@@ -52,9 +52,7 @@ def perturb(source: Path, target: Path, *, tensor: str, relative: float, seed: i
     changed = (after.float() - before).pow(2).mean().sqrt().item()
     if changed == 0.0:
         shutil.rmtree(partial)
-        raise UsageError(
-            f"noise of {relative} is lost in {tensors[name].dtype}", remedy="use a larger --relative"
-        )
+        raise UsageError(f"noise of {relative} is lost in {tensors[name].dtype}", remedy="use a larger --relative")
     tensors[name] = after
     save_file(tensors, partial / file.name, metadata=metadata)
     record = {

@@ -41,7 +41,7 @@ serve=("$py" tools/with_server.py)
 
 say "1/3 stock: record the reference twice; the two give the noise floor"
 "${serve[@]}" --model "$out/model" --pythonpath "$stock/python" --log "$r/stock.log" \
-  --run "'$py' tools/logprob_diff.py record --base-url \$Q4_BASE_URL --out '$r/before.jsonl.gz'" \
+  --run "'$py' tools/logprob_diff.py record --base-url \$Q4_BASE_URL --prompts ids --out '$r/before.jsonl.gz'" \
   --run "'$py' tools/logprob_diff.py record --base-url \$Q4_BASE_URL --like '$r/before.jsonl.gz' --out '$r/again.jsonl.gz'"
 "$py" tools/logprob_diff.py floor "$r/before.jsonl.gz" "$r/again.jsonl.gz" --out "$r/floor.jsonl.gz" --json "$r/floor.json"
 

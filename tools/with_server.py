@@ -15,17 +15,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-from q4kit.server.launch import launch
-
 from q4kit import exit_codes
 from q4kit.errors import Q4Error
+from q4kit.server.launch import launch
 
 
 def main(argv: list[str] | None = None) -> int:
     """Return the exit code of the first --run command that failed, or 0."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="checkpoint")
     parser.add_argument("--run", action="append", required=True, metavar="CMD", help="shell command; repeats")
     parser.add_argument("--python", default=sys.executable, help="interpreter that has sglang (this one)")

@@ -20,6 +20,7 @@ GRAPH_ARGS: dict[str, tuple[str, ...]] = {
 PLE_ARGS: dict[str, tuple[str, ...]] = {
     "resident": ("--no-ple-offload-embedding",),
     "pinned": ("--ple-offload-embedding",),
+    "nvme": ("--ple-offload-embedding", "--ple-offload-backend=nvme"),
 }
 
 
@@ -70,6 +71,10 @@ CELLS: tuple[Cell, ...] = (
         "pinned",
         extra=("--enable-paged-experts", "--paged-experts-num-resident=16"),
     ),
+    Cell("nvme-eager", "patched", "mid", "0", "eager", "nvme"),
+    Cell("nvme-full", "patched", "mid", "0", "full", "nvme"),
+    Cell("nvme-breakable", "patched", "mid", "0", "breakable", "nvme"),
+    Cell("half-full-nvme", "patched", "mid", "half", "full", "nvme"),
     Cell("stock-offload", "stock", "mid", "half", "full", "pinned", expect="fails"),
     Cell("stock-offload-no-ple", "stock", "mid", "all", "full", "resident", expect="fails"),
     Cell("stock-breakable", "stock", "mid", "0", "breakable", "resident", expect="fails"),

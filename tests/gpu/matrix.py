@@ -35,6 +35,8 @@ from tests.gpu.cells import CELLS, Cell
 CHUNK = 2048
 LENGTHS = (1, 2, 5, 63, 64, 65, 127, 700, CHUNK - 1, CHUNK, CHUNK + 1, 3000)
 DECODE_TOKENS = 200
+RATE_TOKENS = 64
+RATE_REPEATS = 3
 COMMON_ARGS = (
     "--attention-backend=triton",
     f"--chunked-prefill-size={CHUNK}",
@@ -109,7 +111,7 @@ def decode_rate(client: Client, ids: list[int]) -> tuple[float, float]:
     client.flush_cache()
     events = []
     start = time.monotonic()
-    payload = {"input_ids": ids, "sampling_params": {**GREEDY, "max_new_tokens": DECODE_TOKENS}}
+    payload = {"input_ids": ids, "sampling_params": {**GREEDY, "max_new_tokens": RATE_TOKENS}}
     for event in client.stream_generate(payload):
         if event.completion_tokens:
             events.append((event.t_monotonic, event.completion_tokens))
@@ -132,7 +134,7 @@ def measure(server: ServerProcess) -> dict[str, Any]:
             result["pair"] = [future.result() for future in pair]
         rates = []
         with PcieMeter() as meter:
-            for seed in range(3):
+            for seed in range(RATE_REPEATS):
                 rng = random.Random(seed)
                 rates.append(decode_rate(client, [rng.randrange(3, 500) for _ in range(421)]))
         result["decode_tok_s"] = statistics.median(rate for rate, _ in rates)

@@ -29,9 +29,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def _all(folder: Path) -> dict[str, object]:
-    return {
-        k: v for f in sorted(folder.glob("*.safetensors")) for k, v in safetensors_torch.load_file(f).items()
-    }
+    return {k: v for f in sorted(folder.glob("*.safetensors")) for k, v in safetensors_torch.load_file(f).items()}
 
 
 def test_changes_one_tensor_and_keeps_the_rest(checkpoint: Path, tmp_path: Path) -> None:
