@@ -11,7 +11,7 @@ from pathlib import Path
 from q4kit.errors import EnvironmentFault
 
 MAINTAINER = "q4head maintainers"
-MAINTAINER_EMAIL = "q4head@users.noreply.github.com"
+MAINTAINER_EMAIL = "maintainers@users.noreply.a-seed-0cae4eb1.example"
 
 # Every setting that can change what `am`, `apply` or `format-patch` write. Repository-local settings survive the
 # environment below, so they are overridden one by one.
