@@ -15,10 +15,11 @@ set -euo pipefail
 
 case "${1:-}" in
   -h | --help) help_from "$0"; exit 0 ;;
+  -*) printf 'error: unknown option %s\nremedy: scripts/demo.sh --help\n' "$1" >&2; exit 2 ;;
 esac
 out="${1:-$ROOT/.cache/demo}"
 venv="${VENV:-$ROOT/.venv}"
-if [ ! -f "$venv/.q4head-setup" ]; then "$ROOT/scripts/setup.sh" --cpu "$venv"; fi
+"$ROOT/scripts/setup.sh" --cpu "$venv"
 py="$venv/bin/python"
 started=$SECONDS
 mkdir -p "$out"
@@ -26,8 +27,6 @@ out="$(cd "$out" && pwd)"
 rm -rf "${out:?}/results" "${out:?}/faulty" && mkdir "$out/results"
 cd "$ROOT"
 
-say "the series is on the installed SGLang"
-"$py" tools/series.py apply --installed --python "$py"
 "$py" tools/series.py status --installed --python "$py" --json >"$out/results/series.json" || [ $? -eq 11 ]
 
 say "a tiny random Qwen4-Exp checkpoint, the stock tree beside it, and a copy with one weight disturbed"

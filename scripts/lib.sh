@@ -30,10 +30,10 @@ pick_python() {
 
 free_gb() { df -Pk "$1" | awk 'NR == 2 { printf "%d", $4 / 1048576 }'; }
 
-# usage: setup_done VENV MODE WITH_TESTS   true when setup.sh finished there for this very configuration
+# usage: stamp_of WITH_TESTS   print the hash of everything that decides what setup.sh installs
 stamp_of() {
   {
-    printf '%s\n' "$PIN" "$1" "$2"
+    printf '%s\n' "$PIN" "$1"
     cat "$ROOT/pyproject.toml" "$ROOT/cpu_platform/pyproject.toml" "$ROOT/scripts/constraints.txt"
   } | sha256sum | cut -d' ' -f1
 }

@@ -3,8 +3,8 @@
 #
 # usage: scripts/setup.sh [--cpu|--gpu] [--test] [VENV]
 #
-#   --cpu    also install the CPU platform, so that the real server runs without a GPU
-#   --gpu    check for an NVIDIA driver that can run CUDA 13 wheels (>= 580) first
+#   --cpu    do not look for a GPU; the real server then runs on the CPU platform (cpu_platform/)
+#   --gpu    check first for an NVIDIA driver that can run CUDA 13 wheels (>= 580)
 #            default: --gpu when nvidia-smi answers, else --cpu
 #   --test   also install what the tests need (pytest, hypothesis, auto-round, linters)
 #   VENV     where the environment goes; default .venv at the repository root
@@ -50,19 +50,20 @@ if [ ! -x "$py" ]; then
 fi
 venv="$(cd "$venv" && pwd)" py="$venv/bin/python"
 
+# The stamp holds what was installed; an environment with the test packages serves a wish without them, too.
 stamp="$venv/.q4head-setup"
-wanted=$(stamp_of "$mode" "$with_tests")
-if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
+have=$(cat "$stamp" 2>/dev/null || true)
+if [ "$have" != "$(stamp_of 1)" ] && { [ "$with_tests" = 1 ] || [ "$have" != "$(stamp_of 0)" ]; }; then
   rm -f "$stamp"
   say "installing sglang==$PIN with its own pins (11 GB, about 3 minutes)"
   "$py" -m pip install -q --upgrade "pip>=25"
   "$py" -m pip install -q -c "$ROOT/scripts/constraints.txt" "sglang==$PIN"
-  say "installing the tools${with_tests:+ (tests: $with_tests)}"
   extras=plot
   [ "$with_tests" = 0 ] || extras=plot,test,dev
+  say "installing the tools ($extras) and the CPU platform, which does nothing unless SGLANG_PLATFORM=cpu_ref"
   "$py" -m pip install -q -c "$ROOT/scripts/constraints.txt" -e "${ROOT}[$extras]"
-  [ "$mode" = gpu ] || "$py" -m pip install -q --no-deps -e "$ROOT/cpu_platform"
-  printf '%s\n' "$wanted" >"$stamp"
+  "$py" -m pip install -q --no-deps -e "$ROOT/cpu_platform"
+  stamp_of "$with_tests" >"$stamp"
 else
   say "packages are already as wanted in $venv"
 fi

@@ -16,14 +16,21 @@ _COLLECT: list[dict[str, str]] = []
 
 def pytest_configure(config: Any) -> None:
     """Declare the marker, wherever the configuration file is."""
-    config.addinivalue_line("markers", "red_on_stock: fails before its own patch, passes from it on")
+    config.addinivalue_line("markers", "red_on_stock(setup=False): fails before its own patch, passes from it on")
 
 
 def pytest_collection_modifyitems(items: list[Any]) -> None:
     """Note every test and whether it is declared red on stock."""
     for item in items:
-        red = item.get_closest_marker("red_on_stock") is not None
-        _ITEMS[item.nodeid] = {"red": red, "outcome": "not run", "when": "", "error": "", "message": ""}
+        mark = item.get_closest_marker("red_on_stock")
+        _ITEMS[item.nodeid] = {
+            "red": mark is not None,
+            "red_in_setup": mark is not None and mark.kwargs.get("setup") is True,
+            "outcome": "not run",
+            "when": "",
+            "error": "",
+            "message": "",
+        }
 
 
 def pytest_collectreport(report: Any) -> None:

@@ -79,11 +79,16 @@ def judge(nodeid: str, patch: int, prefix: int, item: Mapping[str, Any]) -> Outc
         problem = f"fails in its {when} phase, expected to pass"
     elif expected == "red" and outcome == "passed":
         problem = "passes without its patch, expected to fail: it does not show the fault"
-    elif expected == "red" and when != "call":
+    elif expected == "red" and when != "call" and not _declared(item):
         problem = f"fails in its {when} phase: red for another reason than the fault"
     elif expected == "red" and error in _TYPOS:
         problem = f"red by {error}: a mistake in the test, not the fault"
     return Outcome(nodeid, patch, expected, outcome, detail, problem)
+
+
+def _declared(item: Mapping[str, Any]) -> bool:
+    """Return whether a failing fixture is the fault: declared so, and not a fixture that does not exist."""
+    return bool(item.get("red_in_setup")) and item["when"] == "setup" and item["error"] != "FixtureLookupError"
 
 
 def run(

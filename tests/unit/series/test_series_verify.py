@@ -80,6 +80,11 @@ def test_full_runs_every_test_and_the_default_those_whose_outcome_changes(made: 
         ),
         (
             "test_0001_seven.py",
+            "import pytest\n@pytest.mark.red_on_stock(setup=True)\ndef test_x(nothing): assert 0\n",
+            "setup phase: red for another reason",
+        ),
+        (
+            "test_0001_seven.py",
             "import pytest\n@pytest.mark.red_on_stock\ndef test_x(): pytest.skip('no')\n",
             "skipped, expected to fail",
         ),
