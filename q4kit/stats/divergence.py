@@ -35,6 +35,10 @@ class KlInterval:
     """Largest |ln p/q| of a listed id; for a missing id, its smallest possible value. nats."""
 
 
+_ROUNDING = 1e-6
+"""Mass that the rounding of listed float32 probabilities may leave over on one side and not on the other."""
+
+
 def topk_kl(
     p_top: Sequence[tuple[int, float]],
     q_top: Sequence[tuple[int, float]],
@@ -71,7 +75,7 @@ def topk_kl(
             shift = max(shift, logprob - q_floor)
     # Rounding may leave a rest of -1e-8 when the listed ids hold all the mass.
     rest_p, rest_q = max(rest_p, 0.0), max(rest_q, 0.0)
-    if rest_p == 0.0:
+    if rest_p == 0.0 or (rest_q == 0.0 and rest_p <= _ROUNDING):
         bucket = 0.0
     elif rest_q == 0.0:
         bucket = math.inf

@@ -46,6 +46,16 @@ def test_the_proven_end_never_exceeds_the_true_divergence(
     assert found.low <= exact + 1e-12
 
 
+def test_mass_left_over_by_rounding_on_one_side_is_no_infinite_divergence() -> None:
+    p, q = np.array([1.0] * 5 + [1.25]) / 6.25, np.array([1.0] * 6) / 6.0
+    exact = float((p * np.log(p / q)).sum())
+    assert topk_kl(ranked(p, 6), ranked(q, 6), use=6).low == pytest.approx(exact)
+
+
+def test_real_mass_on_ids_that_the_other_side_excludes_is_infinite() -> None:
+    assert topk_kl([(0, np.log(0.9))], [(0, 0.0)]).low == np.inf
+
+
 @given(weights, weights, st.integers(2, 6))
 def test_the_conditional_end_holds_when_its_condition_does(left: list[float], right: list[float], k: int) -> None:
     p, q = np.array(left) / sum(left), np.array(right) / sum(right)
