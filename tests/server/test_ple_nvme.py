@@ -247,8 +247,11 @@ def test_a_failed_prefill_read_ends_its_request_only(disk: Disk, kind: str) -> N
     finally:
         disk.heal()
     # Nothing that the failed forwards wrote is served from the prefix cache.
+    # The healthy chunks before a failed one are, and an extend of another length may round a float32 differently in
+    # the last bit (4.8e-7 seen), whereas a chunk computed from zeroed rows moves logprobs by far more than 1e-5.
     again = ask(disk.client, payload(doomed))
-    assert (again.output_ids, again.logprobs) == (expected[1].output_ids, expected[1].logprobs)
+    assert again.output_ids == expected[1].output_ids
+    assert again.logprobs == pytest.approx(expected[1].logprobs, abs=1e-5)
 
 
 def test_a_failed_decode_read_ends_the_stream_with_an_error(disk: Disk, kind: str) -> None:
