@@ -20,7 +20,7 @@ from q4kit import provenance
 from q4kit.errors import NotComparableError, UsageError
 from q4kit.oracle import align, numbers
 from q4kit.oracle.plan import Item
-from q4kit.oracle.recording import Recording, plan_hash
+from q4kit.oracle.recording import Recording, plan_hash, read_content
 from q4kit.report import write_atomic
 
 SCHEMA = "q4kit.oracle.floor/1"
@@ -140,13 +140,7 @@ def write(floor: Floor, path: Path) -> None:
 
 def read(path: Path) -> Floor:
     """Return the floor in a file; a damaged or foreign file raises by name."""
-    try:
-        raw = path.read_bytes()
-        content = gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
-    except FileNotFoundError as error:
-        raise UsageError(f"{path}: no such file") from error
-    except (OSError, EOFError) as error:
-        raise NotComparableError(f"{path}: damaged ({error})", remedy="Measure the floor again.") from error
+    content = read_content(path, remedy="Measure the floor again.")
     body, _, tail = content.decode("utf-8", errors="replace").rstrip("\n").rpartition("\n")
     try:
         lines = [json.loads(line) for line in body.splitlines()]

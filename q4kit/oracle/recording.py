@@ -129,6 +129,17 @@ def write(recording: Recording, path: Path) -> None:
     write_atomic(path, gzip.compress(content, 9, mtime=0) if path.suffix == ".gz" else content)
 
 
+def read_content(path: Path, *, remedy: str) -> bytes:
+    """Return a plain or gzip file's content; `remedy` goes with the error for a damaged one."""
+    try:
+        raw = path.read_bytes()
+        return gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
+    except FileNotFoundError as error:
+        raise UsageError(f"{path}: no such file") from error
+    except (OSError, EOFError) as error:
+        raise NotComparableError(f"{path}: damaged ({error})", remedy=remedy) from error
+
+
 def read(path: Path) -> Recording:
     """Return the recording in a file.
 
@@ -136,13 +147,7 @@ def read(path: Path) -> Recording:
         UsageError: no such file, or not a recording.
         NotComparableError: truncated, damaged or not finite; the message names line and field.
     """
-    try:
-        raw = path.read_bytes()
-        content = gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
-    except FileNotFoundError as error:
-        raise UsageError(f"{path}: no such file") from error
-    except (OSError, EOFError) as error:
-        raise NotComparableError(f"{path}: damaged ({error})", remedy="Record it again.") from error
+    content = read_content(path, remedy="Record it again.")
     return decode(content, str(path))
 
 
