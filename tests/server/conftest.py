@@ -6,26 +6,18 @@ a folder with an `sglang` package to put in front of it, such as a patched tree'
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
-import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from serving import Launcher, cached_model
 
-from q4kit import tinymodel
 from q4kit.server.client import Client
 from q4kit.server.launch import ServerProcess, launch
-from q4kit.tinymodel import PRESETS, Options
-
-ROOT = Path(__file__).resolve().parents[2]
-CACHE = ROOT / ".cache" / "tiny-models"
-
-Launcher = Callable[..., ServerProcess]
+from q4kit.tinymodel import PRESETS
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -34,21 +26,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if here in item.path.parents:
             item.add_marker(pytest.mark.server)
-
-
-def cached_model(options: Options) -> Path:
-    """Return the checkpoint that `options` describe, generated once for this version of the generator."""
-    sources = sorted(Path(tinymodel.__file__).parent.glob("*.py"))
-    key = hashlib.sha256(json.dumps(options.to_json(), sort_keys=True).encode())
-    for source in sources:
-        key.update(source.read_bytes())
-    folder = CACHE / f"{options.preset}-{options.dtype}-{key.hexdigest()[:12]}"
-    CACHE.mkdir(parents=True, exist_ok=True)
-    with (CACHE / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not folder.is_dir():
-            tinymodel.generate(folder, options)
-    return folder
 
 
 @pytest.fixture(scope="session")

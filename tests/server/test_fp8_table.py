@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import Launcher, cached_model
 from safetensors import safe_open
 from scoring import Reference, prompts, score
+from serving import Launcher, cached_model
 
 from q4kit.server.client import Client
 from q4kit.tinymodel import PRESETS

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import Launcher
 from scoring import Scored, prompts, score
+from serving import Launcher
 
 from q4kit.errors import ServerError
 from q4kit.server.client import Client

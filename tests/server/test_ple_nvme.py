@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Launcher, cached_model
+from serving import Launcher, cached_model
 
 from q4kit.errors import ServerError
 from q4kit.server.client import Client

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Launcher, cached_model
 from PIL import Image
 from scoring import Scored, prompts, score
+from serving import Launcher, cached_model
 
 from q4kit.server.client import GREEDY, Client
 from q4kit.server.launch import ServerProcess

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 from fake_sglang import FakeServer, fake_server
+from oracle_runs import OPTIONS, Record
 
 from q4kit import provenance
 from q4kit.oracle import measure
 from q4kit.oracle.plan import Options
 from q4kit.oracle.recording import Recording
 from q4kit.server.client import Client
-
-OPTIONS = Options(scored=60, decode_tokens=7, top=5, max_prompt_tokens=100)
-Record = Callable[..., Recording]
 
 
 @pytest.fixture

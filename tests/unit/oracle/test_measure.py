@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 from fake_sglang import FakeServer, distribution
+from oracle_runs import OPTIONS, Record
 
 from q4kit.errors import NotComparableError, ServerError
 from q4kit.oracle import measure
 from q4kit.oracle.plan import Options
 from q4kit.server.client import GREEDY, Client
-
-from conftest import OPTIONS, Record  # isort: skip
 
 
 def test_recorded_values_are_the_models_own(record: Record) -> None:
