@@ -45,7 +45,7 @@ def build_parser() -> argparse.ArgumentParser:
         help='a provenance field that is meant to differ, e.g. "model.weights" (repeatable)',
     )
 
-    record = sub.add_parser("record", parents=[server], help="measure a server into a file")
+    record = sub.add_parser("record", parents=[server, output], help="measure a server into a file")
     record.add_argument("--base-url", required=True)
     record.add_argument("--out", type=Path, required=True, help="recording to write, .jsonl or .jsonl.gz")
     record.add_argument("--like", type=Path, metavar="REF", help="measure over the ids and options of this recording")

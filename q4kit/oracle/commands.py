@@ -66,7 +66,16 @@ def record(arguments: argparse.Namespace) -> Result:
         ("content", target.content_hash()),
         ("prompt set", f"{target.header['prompt_set']['name']} {target.header['prompt_set']['sha256'][:16]}"),
     ]
-    return Result(Report("logprob_diff record", facts=facts), exit_codes.HOLDS)
+    data = {
+        "complete": target.complete,
+        "positions": {
+            leg: sum(result.item.scored for result in target.results if result.item.leg == leg) for leg in align.LEGS
+        },
+        "options": target.header["options"],
+        "tokenizer": target.header["tokenizer"],
+        "provenance": target.provenance,
+    }
+    return Result(Report("logprob_diff record", facts=facts, data=data), exit_codes.HOLDS)
 
 
 def compare(arguments: argparse.Namespace) -> Result:

@@ -47,6 +47,24 @@ def reference(run, server: FakeServer, tmp_path: Path) -> Path:
     return path
 
 
+def test_record_writes_its_report_as_json(run, server: FakeServer, tmp_path: Path) -> None:
+    path, result = tmp_path / "ref.jsonl.gz", tmp_path / "record.json"
+    code, out, _ = run("record", "--base-url", server.base_url, "--out", path, "--json", result, *SMALL)
+    assert code == 0
+    data, kept = json.loads(result.read_text()), recordings.read(path)
+    assert data["complete"] is True
+    assert data["positions"] == {"prefill": 60, "decode": 60}
+    assert data["facts"]["content"] == kept.content_hash()
+    assert data["provenance"] == kept.provenance
+    assert kept.content_hash() in out
+
+
+def test_record_prints_json_only_for_a_dash(run, server: FakeServer, tmp_path: Path) -> None:
+    code, out, _ = run("record", "--base-url", server.base_url, "--out", tmp_path / "r.jsonl", "--json", "-", *SMALL)
+    assert code == 0
+    assert json.loads(out)["title"] == "logprob_diff record"
+
+
 def test_the_same_server_is_equivalent(run, server: FakeServer, reference: Path) -> None:
     code, out, _ = run("compare", reference, "--base-url", server.base_url, "--quiet")
     assert code == 0
