@@ -6,16 +6,31 @@ import json
 import re
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from q4kit.errors import UsageError
 
+Kind = Literal["noise", "scale", "roll"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
-def perturb(source: Path, target: Path, *, tensor: str, relative: float, seed: int = 0) -> dict[str, Any]:
-    """Copy checkpoint `source` to `target` with Gaussian noise added to one tensor; return what was changed.
+
+def perturb(
+    source: Path,
+    target: Path,
+    *,
+    tensor: str,
+    relative: float = 0.05,
+    seed: int = 0,
+    kind: Kind = "noise",
+    rows: tuple[int, int] | None = None,
+) -> dict[str, Any]:
+    """Copy checkpoint `source` to `target` with one tensor damaged; return what was changed.
 
     tensor: regular expression that must match exactly one tensor name of the checkpoint's safetensors files.
-    relative: standard deviation of the noise, as a share of the tensor's own standard deviation.
+    kind: "noise" adds Gaussian noise, "scale" multiplies by 1 + relative, "roll" moves every row one row on.
+    relative: of "noise" the standard deviation as a share of the tensor's own; of "scale" the share added.
+    rows: (first, last + 1) along the first dimension; everything else stays. Of a stacked expert weight a row is
+        one expert.
     The result holds name, file, dtype, shape and the root-mean-square change. The target must not exist.
     """
     import torch  # only here: the tools must run where torch is not installed
@@ -39,21 +54,33 @@ def perturb(source: Path, target: Path, *, tensor: str, relative: float, seed: i
             remedy="give a longer regular expression",
         )
     name, file = hits[0]
-    partial = target.with_name(target.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    shutil.copytree(source, partial)
     with safe_open(file, framework="pt") as handle:
         metadata = handle.metadata()
     tensors = load_file(file)
     before = tensors[name].float()
-    generator = torch.Generator().manual_seed(seed)
-    noise = torch.randn(before.shape, generator=generator) * before.std() * relative
-    after = (before + noise).to(tensors[name].dtype)
+    first, last = (0, before.shape[0]) if rows is None else rows
+    if not 0 <= first < last <= before.shape[0]:
+        raise UsageError(
+            f"rows {first}:{last} of {name}, which has {before.shape[0]}", remedy="give FIRST:LAST+1 inside the tensor"
+        )
+    damaged = before.clone()
+    if kind == "noise":
+        generator = torch.Generator().manual_seed(seed)
+        noise = torch.randn(before.shape, generator=generator) * before.std() * relative
+        damaged[first:last] += noise[first:last]
+    elif kind == "scale":
+        damaged[first:last] *= 1 + relative
+    else:
+        damaged[first:last] = before[first:last].roll(1, dims=0)
+    after = damaged.to(tensors[name].dtype)
     changed = (after.float() - before).pow(2).mean().sqrt().item()
     if changed == 0.0:
-        shutil.rmtree(partial)
-        raise UsageError(f"noise of {relative} is lost in {tensors[name].dtype}", remedy="use a larger --relative")
+        lost = "roll of equal rows" if kind == "roll" else f"{kind} of {relative}"
+        raise UsageError(f"{lost} is lost in {tensors[name].dtype}", remedy="use a larger --relative, or other rows")
     tensors[name] = after
+    partial = target.with_name(target.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    shutil.copytree(source, partial)
     save_file(tensors, partial / file.name, metadata=metadata)
     record = {
         "source": source.name,
@@ -61,8 +88,10 @@ def perturb(source: Path, target: Path, *, tensor: str, relative: float, seed: i
         "file": file.name,
         "dtype": str(after.dtype).removeprefix("torch."),
         "shape": list(after.shape),
-        "relative": relative,
-        "seed": seed,
+        "kind": kind,
+        "rows": [first, last],
+        "relative": None if kind == "roll" else relative,
+        "seed": seed if kind == "noise" else None,
         "rms_change": changed,
     }
     (partial / "perturbation.json").write_text(json.dumps(record, indent=2) + "\n")

@@ -59,3 +59,26 @@ def test_refuses_noise_that_rounding_swallows(checkpoint: Path, tmp_path: Path) 
 def test_refuses_an_existing_target(checkpoint: Path) -> None:
     with pytest.raises(UsageError, match="exists"):
         perturb(checkpoint, checkpoint, tensor="in_proj", relative=0.1)
+
+
+def test_scale_touches_only_the_named_rows(checkpoint: Path, tmp_path: Path) -> None:
+    record = perturb(checkpoint, tmp_path / "b", tensor=r"layers\.0\.out_proj", kind="scale", relative=1.0, rows=(3, 5))
+    before, after = _all(checkpoint)[record["tensor"]], _all(tmp_path / "b")[record["tensor"]]
+    assert torch.equal(after[3:5], before[3:5] * 2)
+    assert torch.equal(after[:3], before[:3])
+    assert torch.equal(after[5:], before[5:])
+    assert record["rows"] == [3, 5]
+
+
+def test_roll_moves_rows_and_changes_none(checkpoint: Path, tmp_path: Path) -> None:
+    record = perturb(checkpoint, tmp_path / "b", tensor=r"layers\.0\.out_proj", kind="roll")
+    before, after = _all(checkpoint)[record["tensor"]], _all(tmp_path / "b")[record["tensor"]]
+    assert torch.equal(after[1:], before[:-1])
+    assert torch.equal(after[0], before[-1])
+
+
+@pytest.mark.parametrize("rows", [(5, 5), (0, 9), (-1, 2)])
+def test_rows_outside_the_tensor_are_refused(checkpoint: Path, tmp_path: Path, rows: tuple[int, int]) -> None:
+    with pytest.raises(UsageError, match=r"which has 8"):
+        perturb(checkpoint, tmp_path / "b", tensor=r"layers\.0\.out_proj", rows=rows)
+    assert not (tmp_path / "b").exists()
