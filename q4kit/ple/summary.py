@@ -28,7 +28,7 @@ class Samples:
     requests: int | None = None
     """Reads handed to the kernel; None where the reader does not count them."""
     resident: list[float] = field(default_factory=list)
-    """Share of the table in the page cache before each cold round."""
+    """Share of the table in the page cache before each round, where it can be read."""
     mapped_bytes: int = 0
     """Resident bytes of the table's mappings after the last round."""
 
