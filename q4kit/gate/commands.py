@@ -1,0 +1,95 @@
+"""One gate run from settings to report: measure what is missing, judge what is there."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from q4kit import exit_codes
+from q4kit.errors import UsageError
+from q4kit.gate import judge, table, trees
+from q4kit.gate.ballast import Ballast
+from q4kit.gate.plan import Config, Plant
+from q4kit.gate.run import Gate, Progress
+from q4kit.gate.store import Store, planted_hash, settings, tree_id
+from q4kit.report import Report, write_atomic, write_json
+from q4kit.series import Series
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a command hands to its CLI."""
+
+    report: Report
+    exit_code: int
+
+
+def plant(file: Path | None, at: int | None, prefixes: tuple[int, ...]) -> Plant | None:
+    """Return the planted fault of `--plant FILE --plant-at K` (default: the last prefix)."""
+    if file is None:
+        if at is not None:
+            raise UsageError("--plant-at without --plant", remedy="name the patch file")
+        return None
+    try:
+        content = file.read_bytes()
+    except OSError as error:
+        raise UsageError(f"{file}: {error.strerror}", remedy="name a patch file") from error
+    at = prefixes[-1] if at is None else at
+    if at > prefixes[-1]:
+        raise UsageError(f"--plant-at {at}: no chosen prefix has it", remedy=f"use {prefixes[-1]} or less")
+    return Plant(file.resolve(), at, hashlib.sha256(content).hexdigest())
+
+
+def run(
+    config: Config,
+    series: Series,
+    folder: Path,
+    *,
+    progress: Progress,
+    retry_failed: bool = False,
+    table_only: bool = False,
+) -> Result:
+    """Measure what `folder` does not hold yet, judge all of it, and write `table.md` and `table.json` there."""
+    if not (config.model / "config.json").is_file():
+        raise UsageError(f"{config.model} holds no config.json", remedy="make one with tools/make_tiny_model.py")
+    if config.free_gib is not None and config.device != "cuda":
+        raise UsageError("--ballast-free-gib needs --device cuda", remedy="leave it out: a CPU has no GPU memory")
+    store = Store(folder.resolve())
+    facts: dict[str, Any] = {}
+    with store.locked():
+        store.check_settings(settings(config))
+        try:
+            if not table_only:
+                with contextlib.ExitStack() as stack:
+                    if config.free_gib is not None:
+                        held = stack.enter_context(Ballast(config.python, config.free_gib)).report
+                        facts["GPU ballast"] = f"{held['held_gib']:.1f} GiB held, {held['free_gib']:.1f} GiB free"
+                    ran = Gate(config, series, store, progress).run(retry_failed=retry_failed)
+                if ran.complete:
+                    trees.remove_tree(store.tree, series, config.python)
+        finally:
+            result = judged(config, series, store, facts)
+            write_atomic(store.folder / "table.md", result.report.markdown().encode())
+            write_json(store.folder / "table.json", result.report.to_json())
+    return result
+
+
+def judged(config: Config, series: Series, store: Store, facts: dict[str, Any]) -> Result:
+    """Return the verdicts over what is on disk."""
+    records = {
+        prefix: record
+        for prefix in config.prefixes
+        if (record := store.read(prefix)) is not None
+        and record.tree == tree_id(series, prefix)
+        and record.planted == planted_hash(config, prefix)
+    }
+    served = [prefix for prefix, record in records.items() if record.outcome == "served"]
+    floor = store.floor(served[0]) if served else None
+    rows = judge.judge_all(
+        config.prefixes, records, store.recording, floor, tolerance=config.tolerance, expect=config.expect
+    )
+    code = judge.conclusion(rows)[2] if rows else exit_codes.INCONCLUSIVE
+    return Result(table.report(config, series, rows, floor, facts), code)

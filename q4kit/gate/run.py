@@ -1,0 +1,265 @@
+"""Measuring prefixes: tree, server, oracle recording, speed, memory. Everything measured is on disk before the next."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from q4kit import provenance
+from q4kit.bench import runner as bench
+from q4kit.bench import summary
+from q4kit.errors import EnvironmentFault, ServerError
+from q4kit.gate import trees
+from q4kit.gate.failures import last_error
+from q4kit.gate.plan import Config, unknown_argument
+from q4kit.gate.store import Record, Store, planted_hash, tree_id
+from q4kit.oracle import measure
+from q4kit.oracle import recording as recordings
+from q4kit.oracle.recording import Recording
+from q4kit.series import Series
+from q4kit.server.client import Client
+from q4kit.server.launch import CPU_ENV, ServerProcess, launch
+
+Progress = Callable[[str], None]
+_MIB_PER_GIB = 1024
+
+
+@dataclass(frozen=True)
+class Ran:
+    """How a call of the gate ended: whether every chosen prefix has a record and the floor is complete."""
+
+    complete: bool
+    left: tuple[int, ...]
+
+
+class OutOfTimeError(Exception):
+    """The budget would not hold for one more server."""
+
+
+class Gate:
+    """Measures the chosen prefixes of a series into a folder."""
+
+    def __init__(self, config: Config, series: Series, store: Store, progress: Progress) -> None:
+        self.config, self.series, self.store, self.progress = config, series, store, progress
+        self._began = time.monotonic()
+        self._longest = 0.0
+
+    def run(self, *, retry_failed: bool = False) -> Ran:
+        """Measure what is not there yet, lowest prefix first, and the floor after the first one that serves."""
+        todo = [k for k in self.config.prefixes if not self._kept(k, retry_failed)]
+        floor_left = self._floor_left()
+        if not todo and not floor_left:
+            return Ran(True, ())
+        tree: Path | None = None
+        try:
+            for prefix in self.config.prefixes:
+                if prefix in todo:
+                    unknown = unknown_argument(self.series, prefix, self.config.arguments())
+                    if unknown:
+                        self._write(self._record(prefix, outcome="argument", reason=unknown))
+                    else:
+                        tree = tree or self._open_tree()
+                        self._timed(partial(self._prefix, tree, prefix))
+                    todo.remove(prefix)
+                if prefix == self._reference():
+                    for number in self._floor_left():
+                        tree = tree or self._open_tree()
+                        self._timed(partial(self._floor_run, tree, number))
+        except OutOfTimeError:
+            return Ran(False, tuple(todo))
+        return Ran(True, ())
+
+    def _kept(self, prefix: int, retry_failed: bool) -> bool:
+        """Return whether a prefix has a record of this very content; an outdated one is forgotten."""
+        record = self.store.read(prefix)
+        if record is None:
+            return False
+        current = record.tree == tree_id(self.series, prefix) and record.planted == planted_hash(self.config, prefix)
+        missing = record.outcome == "served" and not self.store.oracle(prefix).exists()
+        if current and not missing and not (retry_failed and record.outcome == "failed"):
+            return True
+        self.progress(f"prefix {prefix}: measured again ({'its content changed' if not current else 'as asked'})")
+        self.store.forget(prefix)
+        return False
+
+    def _reference(self) -> int | None:
+        """Return the lowest chosen prefix that served: the floor's, and the one whose ids all others score."""
+        for prefix in self.config.prefixes:
+            record = self.store.read(prefix)
+            if record is not None and record.outcome == "served":
+                return prefix
+        return None
+
+    def _floor_left(self) -> list[int]:
+        """Return the numbers of the floor's restarts that are not recorded yet."""
+        return [n for n in range(1, self.config.floor_runs + 1) if not self.store.floor_run(n).exists()]
+
+    def _timed(self, step: Callable[[], None]) -> None:
+        """Run a step unless the budget would probably be over before its end."""
+        begin = time.monotonic()
+        if self.config.budget_s is not None and begin - self._began + self._longest > self.config.budget_s:
+            raise OutOfTimeError
+        step()
+        self._longest = max(self._longest, time.monotonic() - begin)
+
+    def _open_tree(self) -> Path:
+        env = {**os.environ, **(CPU_ENV if self.config.device == "cpu" else {})}
+        return trees.open_tree(self.store.tree, self.series, self.config.python, env, self.progress)
+
+    def _record(self, prefix: int, **fields: Any) -> Record:
+        when = datetime.now(UTC).isoformat(timespec="seconds")
+        return Record(prefix, tree_id(self.series, prefix), planted_hash(self.config, prefix), time=when, **fields)
+
+    def _write(self, record: Record) -> None:
+        self.store.write(record)
+        said = {"served": f"served after {record.boot_s or 0:.0f} s"}.get(record.outcome, record.reason)
+        self.progress(f"prefix {record.prefix}: {said}")
+
+    def _prefix(self, tree: Path, prefix: int) -> None:
+        """Serve one prefix and write its record, whatever comes of it."""
+        name, began = f"prefix-{prefix:04d}", time.monotonic()
+        record = self._record(prefix, outcome="failed", stage="boot")
+        before = _gpu_used_mib()
+        with trees.at_prefix(tree, self.series, prefix, self.config.plant) as path:
+            try:
+                with self._launch(name, path) as server:
+                    record = replace(record, stage="oracle", boot_s=time.monotonic() - began)
+                    with Client(server.base_url) as client:
+                        recording = self._oracle(client, prefix)
+                        if self._reference() in (None, prefix):
+                            repeat = self._record_like(client, recording)
+                            recordings.write(repeat, self.store.floor_run(0))
+                        record = replace(record, stage="bench", speed=self._bench(client, prefix))
+                    rss, peak, gpu = _memory(server, before)
+                    record = replace(record, outcome="served", stage="", rss_gib=rss, peak_rss_gib=peak, gpu_gib=gpu)
+            except ServerError as error:
+                log = self.store.log(name)
+                text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+                reason = last_error(text) if record.stage == "boot" else str(error).splitlines()[0]
+                record = replace(record, reason=provenance.short_paths(reason))
+        self._write(replace(record, seconds=time.monotonic() - began))
+
+    def _floor_run(self, tree: Path, number: int) -> None:
+        """Start the reference prefix once more and record it."""
+        reference = self._reference()
+        assert reference is not None
+        with (
+            trees.at_prefix(tree, self.series, reference, self.config.plant) as path,
+            self._launch(f"floor-{number}", path) as server,
+            Client(server.base_url) as client,
+        ):
+            run = self._record_like(client, self.store.recording(reference))
+        recordings.write(run, self.store.floor_run(number))
+        self.progress(f"floor: restart {number} of {self.config.floor_runs} at prefix {reference}")
+
+    def _launch(self, name: str, path: Path) -> ServerProcess:
+        return launch(
+            self.config.model,
+            python=self.config.python,
+            pythonpath=path,
+            extra_args=self.config.arguments(),
+            log_path=self.store.log(name),
+            timeout_s=self.config.timeout_s,
+            device=self.config.device,
+        )
+
+    def _oracle(self, client: Client, prefix: int) -> Recording:
+        """Record a prefix over the reference's ids, and prove that it is the prefix which answered."""
+        reference = self._reference()
+        if reference is None:
+            recording = measure.new_recording(client, options=self.config.oracle, source="ids", tool="gate")
+            measure.run(client, recording)
+        else:
+            recording = self._record_like(client, self.store.recording(reference))
+        self._check_served(recording, prefix)
+        recordings.write(recording, self.store.oracle(prefix))
+        return recording
+
+    def _record_like(self, client: Client, reference: Recording) -> Recording:
+        recording = measure.like(client, reference, tool="gate")
+        measure.run(client, recording)
+        return recording
+
+    def _check_served(self, recording: Recording, prefix: int) -> None:
+        """Raise EnvironmentFault when another SGLang answered than the tree of this prefix."""
+        found = recording.provenance.get("series")
+        if planted_hash(self.config, prefix):
+            return  # the planted file is no state of the series
+        if not isinstance(found, dict) or found.get("prefix") != prefix:
+            raise EnvironmentFault(
+                f"the server's code is series {found!r}, expected prefix {prefix}",
+                remedy="something else is in front on PYTHONPATH, or the tree was changed while serving",
+            )
+
+    def _bench(self, client: Client, prefix: int) -> tuple[dict[str, Any], ...]:
+        result = bench.run_contexts(client, self.config.bench, bench.RunResult())
+        self.store.write_samples(
+            prefix,
+            {
+                "provenance": provenance.collect(client, tool="gate"),
+                "points": [
+                    {"context": p.context, "kind": p.kind.value, "repeats": [r.to_json() for r in p.repeats]}
+                    for p in result.points
+                ],
+            },
+        )
+        if result.ended is bench.Ended.INTERRUPTED:
+            raise KeyboardInterrupt
+        if result.ended is bench.Ended.FAULT:
+            raise ServerError(result.fault, remedy=result.remedy)
+        return tuple(_speed(summary.summarise(point)) for point in result.points)
+
+
+def _speed(point: summary.PointSummary) -> dict[str, Any]:
+    return {
+        "context": point.context,
+        "tokens": point.tg_name,
+        "n": point.valid,
+        "prefill_tok_s": point.prefill.mean if point.prefill else None,
+        "decode_tok_s": point.decode.mean if point.decode else None,
+        "decode_cv": point.decode.cv if point.decode and point.decode.n > 1 else None,
+        "refusals": point.refusals,
+    }
+
+
+def _memory(server: ServerProcess, gpu_before: float | None) -> tuple[float, float, float | None]:
+    """Return resident memory of the server's processes, the sum of their peaks, and GPU memory taken, GiB."""
+    resident = peak = 0
+    main = psutil.Process(server.pid)
+    for process in [main, *main.children(recursive=True)]:
+        with suppress(psutil.Error, OSError):
+            resident += process.memory_info().rss
+            peak += peak_rss(Path(f"/proc/{process.pid}/status").read_text(encoding="utf-8"))
+    now = _gpu_used_mib()
+    gpu = None if now is None or gpu_before is None else (now - gpu_before) / _MIB_PER_GIB
+    return resident / 2**30, peak / 2**30, gpu
+
+
+def peak_rss(status: str) -> int:
+    """Return VmHWM of a /proc/PID/status text, bytes; 0 when it has none (a kernel thread, a zombie)."""
+    for line in status.splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def _gpu_used_mib() -> float | None:
+    """Return the used memory of the first GPU, MiB; None where there is no nvidia-smi."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return None
+    command = [tool, "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"]
+    with suppress(OSError, subprocess.SubprocessError, ValueError):
+        return float(subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout)
+    return None

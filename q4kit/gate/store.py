@@ -1,0 +1,173 @@
+"""The folder of a gate run: one JSON a prefix, raw recordings beside it, and the settings they belong to."""
+
+from __future__ import annotations
+
+import fcntl
+import gzip
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from q4kit import provenance, report
+from q4kit.errors import EnvironmentFault, UsageError
+from q4kit.gate.plan import Config, Outcome
+from q4kit.oracle import floor as floors
+from q4kit.oracle import recording as recordings
+from q4kit.oracle.floor import Floor
+from q4kit.oracle.recording import Recording
+from q4kit.series import Series
+
+SCHEMA = "q4kit.gate/1"
+
+
+@dataclass(frozen=True)
+class Record:
+    """What happened at one prefix.
+
+    Attributes:
+        tree: git tree id of the touched files, which is what was served; commit messages are not part of it.
+        planted: sha256 of the planted patch, empty without one.
+        outcome: served, failed (with `stage` and `reason`), or argument (an argument comes with a later patch).
+        speed: per context: prompt tokens, mean prefill and decode rate in tokens per second, samples of each.
+        rss_gib: sum of the server processes' resident memory when the measurements were done.
+        peak_rss_gib: sum of each process's own peak: an upper bound on the peak of the sum.
+        gpu_gib: GPU memory taken between just before the start and the end of the measurements.
+    """
+
+    prefix: int
+    tree: str
+    planted: str
+    outcome: Outcome
+    stage: str = ""
+    reason: str = ""
+    boot_s: float | None = None
+    rss_gib: float | None = None
+    peak_rss_gib: float | None = None
+    gpu_gib: float | None = None
+    speed: tuple[dict[str, Any], ...] = ()
+    seconds: float = 0.0
+    time: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        return {"schema": SCHEMA, **asdict(self), "speed": list(self.speed)}
+
+
+def tree_id(series: Series, prefix: int) -> str:
+    """Return what identifies a prefix: the id of its touched files, or of the pin."""
+    return series.entries[prefix - 1].tree_after if prefix else series.base.tree
+
+
+def planted_hash(config: Config, prefix: int) -> str:
+    """Return the hash of the patch that is planted at a prefix, empty without one."""
+    return config.plant.sha256 if config.plant is not None and prefix >= config.plant.at else ""
+
+
+def settings(config: Config) -> dict[str, Any]:
+    """Return what must be equal between two calls on one folder."""
+    return {
+        "schema": SCHEMA,
+        "model": provenance.weights_fingerprint(config.model),
+        "model_config": provenance.sha256_file(config.model / "config.json"),
+        "device": config.device,
+        "server_args": config.arguments(),
+        "oracle": asdict(config.oracle),
+        "bench": {"contexts": list(config.bench.contexts), "tokens": config.bench.tokens, "n": config.bench.repeats},
+        "ballast_free_gib": config.free_gib,
+        "plant": None if config.plant is None else {"sha256": config.plant.sha256, "at": config.plant.at},
+    }
+
+
+class Store:
+    """Reads and writes one folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @property
+    def tree(self) -> Path:
+        """The work tree of the run; not a result."""
+        return self.folder / "tree"
+
+    def log(self, name: str) -> Path:
+        """Return the path of a server log: `prefix-0007`, `floor-1`."""
+        return self.folder / f"{name}.log"
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the folder; a second gate on it is refused."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with (self.folder / "lock").open("w") as handle:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise EnvironmentFault(
+                    f"{self.folder}: another gate works here", remedy="wait for it, or name another folder"
+                ) from None
+            yield
+
+    def check_settings(self, wanted: dict[str, Any]) -> None:
+        """Keep the settings of a new folder; raise UsageError when a used one has others."""
+        path = self.folder / "gate.json"
+        if not path.exists():
+            report.write_json(path, wanted)
+            return
+        found = json.loads(path.read_text(encoding="utf-8"))
+        unlike = [name for name in wanted if found.get(name) != json.loads(report.dump_json(wanted[name]))]
+        if unlike:
+            name = unlike[0]
+            raise UsageError(
+                f"{self.folder}: measured with another {name}: {found.get(name)!r}, now {wanted[name]!r}",
+                remedy="name a new folder: results of two settings do not mix",
+            )
+
+    def read(self, prefix: int) -> Record | None:
+        """Return a prefix's record, None when there is none."""
+        path = self._record(prefix)
+        if not path.exists():
+            return None
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+            if data.pop("schema") != SCHEMA:
+                raise ValueError("schema")
+            return Record(**{**data, "speed": tuple(data["speed"])})
+        except (ValueError, KeyError, TypeError) as error:
+            raise UsageError(f"{path}: not a gate record ({error!r})", remedy="remove it to measure again") from error
+
+    def write(self, record: Record) -> None:
+        report.write_json(self._record(record.prefix), record.to_json())
+
+    def _record(self, prefix: int) -> Path:
+        return self.folder / f"prefix-{prefix:04d}.json"
+
+    def oracle(self, prefix: int) -> Path:
+        """Return the path of a prefix's oracle recording."""
+        return self.folder / f"prefix-{prefix:04d}.oracle.jsonl.gz"
+
+    def recording(self, prefix: int) -> Recording:
+        return recordings.read(self.oracle(prefix))
+
+    def floor_runs(self) -> list[Path]:
+        """Return the recordings made beside the reference, in order."""
+        return sorted(self.folder.glob("floor-run-*.jsonl.gz"))
+
+    def floor_run(self, number: int) -> Path:
+        """Return the path of floor run `number`; 0 is the repeat on the reference's own server."""
+        return self.folder / f"floor-run-{number}.jsonl.gz"
+
+    def floor(self, reference: int) -> Floor | None:
+        """Return the floor of the reference prefix and its runs; None without a run beside it."""
+        runs = [recordings.read(path) for path in self.floor_runs()]
+        return floors.build([self.recording(reference), *runs]) if runs else None
+
+    def write_samples(self, prefix: int, samples: dict[str, Any]) -> None:
+        """Keep the raw samples of the bench."""
+        content = report.dump_json(samples).encode()
+        report.write_atomic(self.folder / f"prefix-{prefix:04d}.bench.json.gz", gzip.compress(content, 9, mtime=0))
+
+    def forget(self, prefix: int) -> None:
+        """Remove what is kept of a prefix."""
+        self._record(prefix).unlink(missing_ok=True)
+        self.oracle(prefix).unlink(missing_ok=True)

@@ -1,0 +1,101 @@
+"""A tree of its own, moved from prefix to prefix: no installed package is ever touched."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from q4kit.errors import EnvironmentFault, Q4Error, UsageError
+from q4kit.gate.plan import Plant
+from q4kit.series import Series, base, cached_base, git, worktree
+from q4kit.series import status as series_status
+from q4kit.series.base import BASE_REF, PREFIX
+from q4kit.series.targets import drop_bytecode
+from q4kit.series.wheel import Progress
+
+_WARM_IMPORT = "import sglang.launch_server, sglang.srt.entrypoints.http_server, sglang.srt.models.qwen4_exp"
+_WARM_TIMEOUT_S = 300.0
+
+
+def open_tree(folder: Path, series: Series, python: str, env: dict[str, str], progress: Progress) -> Path:
+    """Return a work tree of the pin at `folder`, made on first use, and again when it was changed since.
+
+    Its modules are imported once, untimed, so that the first prefix does not pay for compiling them.
+    """
+    repo = cached_base(series, python=python, progress=progress)
+    if folder.exists():
+        if _usable(folder, series, repo):
+            return folder
+        progress(f"{folder.name}: changed since it was made, making it again")
+        shutil.rmtree(folder)
+    git.run(["worktree", "prune"], repo)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    progress("making the tree")
+    git.run(["worktree", "add", "-q", "-f", "--detach", folder, BASE_REF], repo)
+    base.add_extensions(repo, folder)
+    progress("importing it once, so that boot times do not hold its compilation")
+    path = {**env, "PYTHONPATH": str(folder / PREFIX)}
+    try:
+        subprocess.run(
+            [python, "-c", _WARM_IMPORT], env=path, capture_output=True, timeout=_WARM_TIMEOUT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise EnvironmentFault(f"{python}: {error}", remedy="name an interpreter that has SGLang's packages") from error
+    return folder
+
+
+def remove_tree(folder: Path, series: Series, python: str) -> None:
+    """Remove a tree that `open_tree` made."""
+    shutil.rmtree(folder, ignore_errors=True)
+    git.run(["worktree", "prune"], cached_base(series, python=python), check=False)
+
+
+def _usable(folder: Path, series: Series, repo: Path) -> bool:
+    try:
+        common = git.out(["rev-parse", "--path-format=absolute", "--git-common-dir"], folder)
+        changed = git.out(["status", "--porcelain", "--untracked-files=normal"], folder)
+        found = series_status(folder, series=series)
+    except Q4Error:
+        return False
+    clean = not changed and found.state in ("clean", "applied")
+    return clean and Path(common).resolve() == (repo / ".git").resolve()
+
+
+@contextmanager
+def at_prefix(tree: Path, series: Series, prefix: int, plant: Plant | None) -> Iterator[Path]:
+    """Yield the folder for PYTHONPATH with the tree at `prefix`, and the planted fault on top from its prefix on."""
+    worktree.apply(tree, series=series, to=prefix)
+    if plant is None or prefix < plant.at:
+        yield tree / PREFIX
+        return
+    touched = planted_files(plant.file, tree)
+    done = git.run(["apply", "--whitespace=nowarn", plant.file], tree, check=False)
+    if done.returncode != 0:
+        said = done.stderr.decode(errors="replace").strip()
+        raise UsageError(
+            f"{plant.file.name} does not apply on prefix {prefix}: {said}",
+            remedy="make it with `git diff` in a tree at that prefix (tools/series.py tree --to K)",
+        )
+    try:
+        _drop(tree, touched)
+        yield tree / PREFIX
+    finally:
+        git.run(["apply", "-R", "--whitespace=nowarn", plant.file], tree)
+        _drop(tree, touched)
+
+
+def planted_files(patch: Path, tree: Path) -> list[str]:
+    """Return the files that a patch file touches; one that git cannot read raises UsageError."""
+    done = git.run(["apply", "--numstat", "-z", patch], tree, check=False)
+    if done.returncode != 0:
+        said = done.stderr.decode(errors="replace").strip()
+        raise UsageError(f"{patch.name} is not a patch: {said}", remedy="give the output of `git diff`")
+    return [line.split("\t")[2] for line in done.stdout.decode().split("\0") if line]
+
+
+def _drop(tree: Path, files: list[str]) -> None:
+    for file in files:
+        drop_bytecode(tree / file)
