@@ -156,6 +156,10 @@ class Client:
         """Empty the prefix cache; waits up to `wait_s` for running requests, then raises."""
         self._request("POST", "/flush_cache", params={"timeout": wait_s})
 
+    def freeze_gc(self) -> None:
+        """Move what the server's processes hold now out of the garbage collector's sight."""
+        self._request("POST", "/freeze_gc")
+
     # -- one answer ---------------------------------------------------------------------------
 
     def generate(self, payload: Mapping[str, Any]) -> dict[str, Any]:

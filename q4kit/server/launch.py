@@ -45,6 +45,7 @@ CPU_FLAGS: Mapping[str, str | None] = {
 }
 """Defaults on CPU (None: a switch); a flag in `extra_args` replaces its default."""
 
+LOOPBACK = "127.0.0.1"
 _POLL_S = 0.2
 _TERM_GRACE_S = 10.0
 _KILL_GRACE_S = 10.0
@@ -90,6 +91,19 @@ class ServerProcess:
         """Return the last `lines` lines of the server's log."""
         return _tail(self.log_path, lines)
 
+    def terminate(self, grace_s: float) -> int | None:
+        """Ask the server to finish its requests and exit; return its exit status, None if it did not in `grace_s`.
+
+        The main process alone is asked: it ends its children in order, where a signal to the whole group looks to it
+        like a crash of its scheduler. `stop()` must follow and ends what is left.
+        """
+        if self._process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=grace_s)
+        return self.returncode
+
     def stop(self) -> None:
         """End the whole process group: SIGTERM, then SIGKILL for what is left after 10 s. Idempotent."""
         _running.discard(self)
@@ -130,8 +144,14 @@ def launch(
     timeout_s: float = 300,
     device: Device = "cpu",
     progress: Progress | None = None,
+    host: str = LOOPBACK,
+    port: int | None = None,
+    prefix: Sequence[str] = (),
 ) -> ServerProcess:
-    """Start `sglang.launch_server` on a free loopback port and return it once `/health` answers 200.
+    """Start `sglang.launch_server` on a free port and return it once `/health` answers 200.
+
+    It listens on `host` (which must include loopback: 127.0.0.1 or 0.0.0.0), on `port` where one is given;
+    `prefix` goes in front of the command (it must exec it, as `systemd-run --scope` does).
 
     `python` is the interpreter whose environment serves; `pythonpath`, a folder that holds an `sglang`
     package, goes in front of it. `extra_args` replace the CPU defaults flag by flag, `env` replaces
@@ -142,30 +162,54 @@ def launch(
     Raises ServerError with the end of the log if the server dies or is not healthy after `timeout_s` seconds.
     """
     model, log = Path(model_path), Path(log_path)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    deadline = time.monotonic() + timeout_s
+    attempts = _PORT_ATTEMPTS if port is None else 1
+    for attempt in range(1, attempts + 1):
+        here = _free_port() if port is None else port
+        command, environment = plan(
+            model, python=python, port=here, host=host, pythonpath=pythonpath, extra_args=extra_args, env=env,
+            device=device,
+        )  # fmt: skip
+        server = _spawn([*prefix, *command], environment, here, log)
+        try:
+            _wait_healthy(server, str(model), deadline, timeout_s, progress)
+            return server
+        except BaseException as error:
+            server.stop()
+            if not isinstance(error, _PortTakenError) or attempt == attempts:
+                raise
+    raise AssertionError("unreachable: the last attempt returns or raises")
+
+
+def plan(
+    model_path: str | os.PathLike[str],
+    *,
+    python: str | os.PathLike[str],
+    port: int,
+    host: str = LOOPBACK,
+    pythonpath: str | os.PathLike[str] | None = None,
+    extra_args: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+    device: Device = "cpu",
+) -> tuple[list[str], dict[str, str]]:
+    """Return the command and the whole environment that `launch` would start, starting nothing.
+
+    Raises UsageError for a checkpoint without a readable config.json and a tree without an sglang package.
+    """
+    model = Path(model_path)
     if not (model / "config.json").is_file():
         raise UsageError(
             f"{model} holds no config.json", remedy="give a checkpoint folder, see tools/make_tiny_model.py"
         )
     if pythonpath is not None and not (Path(pythonpath) / "sglang").is_dir():
         raise UsageError(f"{pythonpath} holds no sglang package", remedy="give the folder above it (<tree>/python)")
-    log.parent.mkdir(parents=True, exist_ok=True)
     environment, flags = _environment(model, device, pythonpath, extra_args, env or {})
-    deadline = time.monotonic() + timeout_s
-    for attempt in range(1, _PORT_ATTEMPTS + 1):
-        port = _free_port()
-        command = [
-            str(python), "-m", "sglang.launch_server", "--model-path", str(model), "--host", "127.0.0.1",
-            "--port", str(port), *flags,
-        ]  # fmt: skip
-        server = _spawn(command, environment, port, log)
-        try:
-            _wait_healthy(server, str(model), deadline, timeout_s, progress)
-            return server
-        except BaseException as error:
-            server.stop()
-            if not isinstance(error, _PortTakenError) or attempt == _PORT_ATTEMPTS:
-                raise
-    raise AssertionError("unreachable: the last attempt returns or raises")
+    command = [
+        str(python), "-m", "sglang.launch_server", "--model-path", str(model), "--host", host, "--port", str(port),
+        *flags,
+    ]  # fmt: skip
+    return command, environment
 
 
 def _environment(
