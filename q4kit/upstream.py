@@ -219,8 +219,8 @@ def document(series: Series, notes: Notes) -> str:
                 "# Pull requests, ready to post",
                 "One text a patch in the template of SGLang's pull requests, for a branch on main. "
                 f"`python tools/upstream.py render` writes this page from the patch messages and `{NOTES}`; "
-                f"a test holds it to them. Nothing was sent yet. The patches are for {series.base.tag}: rebase, run the "
-                "tests again, send.",
+                f"a test holds it to them. Nothing was sent yet. The patches are for {series.base.tag}: rebase, run "
+                "the tests again, send.",
                 "Paths below `tests/`, `docs/` and `results/` are of this repository. SGLang's wheel has no tests, so "
                 "where a test belongs upstream (`test/registered/unit/`) is taken from public pull requests, not from "
                 "the pin.",
