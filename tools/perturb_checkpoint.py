@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Copy a checkpoint with one tensor damaged (noise, a factor, or rows moved by one): the fault that demo.sh expects the oracle to catch."""
+"""Copy a checkpoint with one tensor damaged (noise, a factor, rows moved by one): the fault that demo.sh plants."""
 
 from __future__ import annotations
 
