@@ -1,0 +1,222 @@
+#!/usr/bin/env python3
+"""Mixed load on a server whose PLE table stays on disk, for minutes: is its memory flat, are its answers the same?
+
+Load, in random order: prefill of unique random text, decode, two requests at once, and streams that the client breaks
+off. Memory of every server process is sampled from smaps_rollup. Verdict: growth of the anonymous memory after the
+warm-up (a third of the time), by least squares on block means with a 95 % interval; "flat" rules out more than
+--limit-mib over the window, "grows" rules out less. Mapped memory (the table's pages) must stay below --mapped-mib: the
+reader gives them back at its budget of 4 GiB. The answer to one prompt must be the same before and after.
+
+Serves with ``--device cuda`` (the flags of tests/gpu/matrix.py) or ``--device cpu`` (the reference platform; a minute
+with the mini checkpoint is a real run of all of it). One JSON line, exit 0 flat, 1 grows or an answer or a request
+failed, 3 inconclusive, 4 server fault.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import random
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import requests
+
+from q4kit.errors import Q4Error
+from q4kit.server.client import GREEDY, Client
+from q4kit.server.launch import ServerProcess, launch
+from tests.gpu.cells import GRAPH_ARGS
+from tests.gpu.matrix import COMMON_ARGS
+from tests.gpu.memory_trend import group_memory, judge
+
+EXIT = {"flat": 0, "grows": 1, "inconclusive": 3}
+SAMPLE_S = 0.5
+KINDS = ("prefill", "decode", "pair", "abort")
+CPU_ARGS = (
+    '--json-model-override-args={"language_model_only": true}',
+    "--chunked-prefill-size=128",
+    "--max-total-tokens=8192",
+)
+
+
+def unique(rng: random.Random, length: int, vocab: int) -> list[int]:
+    """Return random tokens; nearly every n-gram of them is new to the server."""
+    return [rng.randrange(3, vocab) for _ in range(length)]
+
+
+def plan(seed: int, vocab: int, longest: int) -> tuple[str, list[list[int]], int]:
+    """Return what request number `seed` is: its kind, its prompts, and how many tokens each asks for."""
+    rng = random.Random(seed)
+    kind = KINDS[seed % len(KINDS)]
+    if kind == "prefill":
+        return kind, [unique(rng, rng.randrange(longest // 2, longest + 1), vocab)], 1
+    if kind == "decode":
+        return kind, [unique(rng, rng.randrange(1, 20), vocab)], rng.randrange(24, 65)
+    if kind == "pair":
+        return kind, [unique(rng, rng.randrange(1, longest // 2), vocab) for _ in range(2)], 16
+    return kind, [unique(rng, rng.randrange(1, longest // 4), vocab)], 64
+
+
+def ask(client: Client, ids: list[int], new_tokens: int) -> list[int]:
+    """Return the greedy tokens after a prompt."""
+    answer = client.generate({"input_ids": ids, "sampling_params": {**GREEDY, "max_new_tokens": new_tokens}})
+    tokens: list[int] = answer["output_ids"]
+    if len(tokens) != new_tokens:
+        raise ValueError(f"{len(tokens)} tokens, {new_tokens} were asked for")
+    return tokens
+
+
+def run_one(client: Client, number: int, vocab: int, longest: int) -> str:
+    """Make request `number` and return its kind."""
+    kind, prompts, new_tokens = plan(number, vocab, longest)
+    if kind == "abort":
+        payload = {"input_ids": prompts[0], "sampling_params": {**GREEDY, "max_new_tokens": new_tokens}}
+        stream = client.stream_generate(payload)
+        for _ in itertools.islice(stream, 1 + number % 5):
+            pass
+        stream.close()  # type: ignore[attr-defined]
+        return kind
+    with ThreadPoolExecutor(2) as pool:
+        for future in [pool.submit(ask, client, ids, new_tokens) for ids in prompts]:
+            future.result()
+    return kind
+
+
+class Sampler:
+    """Samples the memory of a process group from a thread while the `with` block runs."""
+
+    def __init__(self, read: Callable[[], dict[str, dict[str, float]]], interval_s: float) -> None:
+        self._read, self._interval = read, interval_s
+        self.samples: list[tuple[float, dict[str, dict[str, float]]]] = []
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> Sampler:
+        self._start = time.monotonic()
+        self._thread.start()
+        return self
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._interval):
+            self.samples.append((round(time.monotonic() - self._start, 2), self._read()))
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
+def table_counters(base_url: str) -> dict[str, float]:
+    """Return the server's totals of rows read from storage; empty where it exports none."""
+    text = requests.get(f"{base_url}/metrics", timeout=10).text
+    found = {}
+    for line in text.splitlines():
+        if line.startswith("sglang:ple_"):
+            name, _, value = line.rpartition(" ")
+            found[name.partition("{")[0].removeprefix("sglang:ple_").removesuffix("_total")] = float(value)
+    return found
+
+
+def soak(server: ServerProcess, args: argparse.Namespace) -> dict[str, Any]:
+    """Run the load for --seconds and return the record."""
+    done: Counter[str] = Counter()
+    failed: list[str] = []
+    with Client(server.base_url, timeout_s=120) as client:
+        probe = unique(random.Random(-1), args.longest // 2, args.vocab)
+        client.flush_cache()
+        before = ask(client, probe, 16)
+        client.flush_cache()
+        again = ask(client, probe, 16)
+        with Sampler(lambda: group_memory(server.pid), SAMPLE_S) as sampler:
+            end = time.monotonic() + args.seconds
+            for number in itertools.count():
+                if time.monotonic() >= end or len(failed) >= 5:
+                    break
+                try:
+                    done[run_one(client, number, args.vocab, args.longest)] += 1
+                except (Q4Error, ValueError) as error:
+                    failed.append(f"request {number}: {error}"[:300])
+        time.sleep(1)  # the aborts
+        client.flush_cache()
+        after = ask(client, probe, 16)
+        counters = table_counters(server.base_url)
+    record = {
+        "case": "ple_soak", "device": args.device, "graphs": args.graphs, "seconds": args.seconds,
+        "requests": dict(done), "failed": failed, "answer_same": after == before,
+        "answer_repeats": again == before, "table": counters,
+    }  # fmt: skip
+    record |= judge(sampler.samples, args.seconds / 3, args.limit_mib, args.mapped_mib)
+    if args.raw:
+        args.raw.write_text(json.dumps({**record, "samples": sampler.samples}))
+    # A server that does not repeat itself cannot be asked to.
+    record["ok"] = not failed and (after == before or again != before) and counters.get("rows", 0) > 0
+    return record
+
+
+def flags_of(args: argparse.Namespace) -> list[str]:
+    """Return the server's flags."""
+    flags = ["--ple-offload-embedding", "--ple-offload-backend=nvme", f"--ple-offload-reader={args.reader}",
+             "--enable-metrics"]  # fmt: skip
+    if args.table:
+        flags.append(f"--ple-offload-dir={args.table}")
+    if args.device == "cuda":
+        return [*COMMON_ARGS, *GRAPH_ARGS[args.graphs], *flags, *args.arg]
+    return [*CPU_ARGS, *flags, *args.arg]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Return the exit code of the verdict."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True, help="checkpoint (CPU: the mini preset)")
+    parser.add_argument("--patched", type=Path, help="folder with the patched sglang package (default: as installed)")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--seconds", type=float, default=1800)
+    parser.add_argument("--graphs", choices=tuple(GRAPH_ARGS), default="full", help="CUDA graphs (cuda only)")
+    parser.add_argument("--reader", default="auto", help="--ple-offload-reader")
+    parser.add_argument("--table", type=Path, help="flat table folder (default: the checkpoint's own shards)")
+    parser.add_argument("--vocab", type=int, default=500, help="token ids of random prompts are below this")
+    parser.add_argument("--longest", type=int, help="tokens of the longest prompt (default: 3000, on a CPU 400)")
+    parser.add_argument("--limit-mib", type=float, default=32, help="growth in the window that is still flat")
+    parser.add_argument("--mapped-mib", type=float, default=6144, help="most memory mapped from files")
+    parser.add_argument("--log", type=Path, default=Path("ple_soak.log"), help="the server's log")
+    parser.add_argument("--json", type=Path, help="write the record there too")
+    parser.add_argument("--raw", type=Path, help="write the record with every sample there")
+    parser.add_argument("--arg", action="append", default=[], help="one more server argument")
+    args = parser.parse_args(argv)
+    args.longest = args.longest or (3000 if args.device == "cuda" else 400)
+    if args.seconds < 30:
+        parser.error("--seconds: at least 30, or there are too few samples")
+    if args.device == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            print("error: needs an NVIDIA GPU: torch.cuda.is_available() is False", file=sys.stderr)
+            print("remedy: run it on one, or on the reference platform with --device cpu", file=sys.stderr)
+            return 4
+    try:
+        with launch(
+            args.model, python=sys.executable, pythonpath=args.patched, log_path=args.log,
+            extra_args=flags_of(args), timeout_s=400, device=args.device,
+        ) as server:  # fmt: skip
+            record = soak(server, args)
+    except Q4Error as error:
+        print(f"error: {error}\nremedy: {error.remedy}", file=sys.stderr)
+        return 4
+    print(json.dumps(record), flush=True)
+    if args.json:
+        args.json.write_text(json.dumps(record, indent=1) + "\n")
+    return EXIT[record["verdict"]] if record["ok"] else 1
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    sys.exit(main())

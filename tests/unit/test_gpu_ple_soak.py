@@ -1,0 +1,122 @@
+"""The soak's verdict tells growth from noise, and its load is what it says."""
+
+from __future__ import annotations
+
+import os
+import random
+
+import pytest
+
+from tests.gpu.memory_trend import group_memory, judge, parse_smaps, trend, verdict
+from tests.gpu.ple_soak import KINDS, main, plan
+
+TIMES = [0.5 * i for i in range(240)]
+
+
+def walk(seed: int, growth: float = 0.0, noise: float = 5.0) -> list[float]:
+    """Return correlated noise (as an allocator's) around a line that gains `growth` over the window."""
+    rng = random.Random(seed)
+    value, out = 0.0, []
+    for i in range(len(TIMES)):
+        value = 0.7 * value + rng.gauss(0, noise)
+        out.append(3000 + value + growth * i / (len(TIMES) - 1))
+    return out
+
+
+def test_a_straight_line_gives_its_growth_exactly() -> None:
+    found = trend(TIMES, [100 + 2 * t for t in TIMES])
+    assert found.growth == pytest.approx(2 * TIMES[-1])
+    assert found.low == pytest.approx(found.high)
+    assert found.seconds == TIMES[-1]
+
+
+def test_interval_covers_the_true_growth_about_as_often_as_it_says() -> None:
+    covered = sum(1 for seed in range(400) if (t := trend(TIMES, walk(seed, 20))).low <= 20 <= t.high)
+    assert 0.90 <= covered / 400 <= 0.99
+
+
+@pytest.mark.parametrize(("growth", "expected"), [(0.0, "flat"), (200.0, "grows")])
+def test_verdicts_of_noisy_runs(growth: float, expected: str) -> None:
+    verdicts = [verdict(trend(TIMES, walk(seed, growth)), 32) for seed in range(100)]
+    assert verdicts.count(expected) >= 98
+
+
+def test_too_much_noise_is_inconclusive() -> None:
+    verdicts = [verdict(trend(TIMES, walk(seed, 32, noise=60)), 32) for seed in range(100)]
+    assert verdicts.count("inconclusive") > 80
+
+
+@pytest.mark.parametrize(("times", "values"), [([1.0] * 15, [1.0] * 15), ([1.0] * 20, [1.0] * 19)])
+def test_too_few_samples_are_refused(times: list[float], values: list[float]) -> None:
+    with pytest.raises(ValueError, match="at least 16"):
+        trend(times, values)
+
+
+def samples(growth: float = 0.0, mapped: float = 100.0, lost_at: int | None = None) -> list:
+    anonymous = walk(1, growth)
+    out = []
+    for i, seconds in enumerate(TIMES):
+        processes = {
+            "scheduler 2": {"rss": anonymous[i] + mapped, "anonymous": anonymous[i], "mapped": mapped},
+            "http 1": {"rss": 50.0, "anonymous": 50.0, "mapped": 0.0},
+        }
+        if lost_at is not None and i >= lost_at:
+            del processes["http 1"]
+        out.append((seconds, processes))
+    return out
+
+
+def test_judge_names_every_process_and_holds_when_flat() -> None:
+    found = judge(samples(), 20, 32, 1000)
+    assert found["verdict"] == "flat"
+    assert set(found["processes"]) == {"scheduler 2", "http 1"}
+    assert found["processes"]["http 1"]["rss_growth"]["growth"] == 0
+    assert found["mapped_mib_max"] == 100
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"growth": 300.0}, {"mapped": 1001.0}, {"lost_at": 200}],
+    ids=["grows", "maps too much", "a process died"],
+)
+def test_judge_does_not_hold(changes: dict[str, float]) -> None:
+    assert judge(samples(**changes), 20, 32, 1000)["verdict"] == "grows"
+
+
+def test_growth_during_the_warm_up_does_not_count() -> None:
+    grown = samples()
+    for seconds, processes in grown:
+        processes["scheduler 2"]["anonymous"] -= max(0, 40 - seconds) * 30
+    assert judge(grown, 40, 32, 1000)["verdict"] == "flat"
+    assert judge(grown, 0, 32, 1000)["verdict"] == "grows"
+
+
+def test_smaps_fields_and_a_file_without_them() -> None:
+    text = "00400000-7ff0 ---p 00000000 00:00 0 [rollup]\nRss:  3072 kB\nPss: 1 kB\nAnonymous:   1024 kB\n"
+    assert parse_smaps(text) == {"rss": 3.0, "anonymous": 1.0, "mapped": 2.0}
+    with pytest.raises(ValueError, match="without Anonymous"):
+        parse_smaps("Rss: 1 kB\n")
+
+
+def test_group_memory_finds_this_process() -> None:
+    found = group_memory(os.getpgrp())
+    mine = [figures for name, figures in found.items() if name.endswith(f" {os.getpid()}")]
+    assert len(mine) == 1
+    assert mine[0]["rss"] > 5
+
+
+def test_the_load_has_every_kind_repeats_and_is_unique() -> None:
+    plans = [plan(number, 500, 400) for number in range(40)]
+    assert {kind for kind, _, _ in plans} == set(KINDS)
+    assert plans[7] == plan(7, 500, 400)
+    prompts = [tuple(ids) for kind, many, _ in plans for ids in many if kind == "prefill"]
+    assert len(set(prompts)) == len(prompts)
+    assert all(200 <= len(ids) <= 400 for ids in prompts)
+    assert all(3 <= token < 500 for ids in prompts for token in ids)
+
+
+def test_too_short_a_run_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["--model", "x", "--seconds", "5"])
+    assert stopped.value.code == 2
+    assert "at least 30" in capsys.readouterr().err
