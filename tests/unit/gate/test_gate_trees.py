@@ -1,0 +1,79 @@
+"""A planted fault is on the tree only while its prefix is served, and one that does not fit is refused."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from q4kit import series as series_package
+from q4kit.errors import UsageError
+from q4kit.gate import trees
+from q4kit.gate.plan import Plant
+
+FILE = "python/sglang/a.py"
+PLANT = f"""\
+diff --git a/{FILE} b/{FILE}
+--- a/{FILE}
++++ b/{FILE}
+@@ -1,2 +1,2 @@
+ def f(x):
+-    return x * 2
++    return x
+"""
+
+
+@pytest.fixture
+def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a git work tree with one file; moving it between prefixes is the series' own business."""
+    root = tmp_path / "tree"
+    (root / FILE).parent.mkdir(parents=True)
+    (root / FILE).write_text("def f(x):\n    return x * 2\n")
+    subprocess.run(["git", "init", "-q", str(root)], check=True)
+    monkeypatch.setattr(trees.worktree, "apply", lambda *_, **__: None)
+    return root
+
+
+def plant(tmp_path: Path, text: str = PLANT, at: int = 2) -> Plant:
+    file = tmp_path / "fault.patch"
+    file.write_text(text)
+    return Plant(file, at, hashlib.sha256(text.encode()).hexdigest())
+
+
+def test_the_fault_is_there_while_its_prefix_is_served(tree: Path, tmp_path: Path) -> None:
+    compiled = tree / "python" / "sglang" / "__pycache__" / "a.cpython-311.pyc"
+    compiled.parent.mkdir()
+    compiled.write_bytes(b"stale")
+    with trees.at_prefix(tree, series_package.load(), 2, plant(tmp_path)) as path:
+        assert path == tree / "python"
+        assert "return x\n" in (tree / FILE).read_text()
+        assert not compiled.exists()
+        compiled.write_bytes(b"of the fault")
+    assert "return x * 2\n" in (tree / FILE).read_text()
+    assert not compiled.exists()
+
+
+def test_it_is_taken_back_when_serving_fails(tree: Path, tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError), trees.at_prefix(tree, series_package.load(), 3, plant(tmp_path)):
+        raise RuntimeError
+    assert "return x * 2\n" in (tree / FILE).read_text()
+
+
+def test_a_prefix_below_it_stays_clean(tree: Path, tmp_path: Path) -> None:
+    with trees.at_prefix(tree, series_package.load(), 1, plant(tmp_path)):
+        assert "return x * 2\n" in (tree / FILE).read_text()
+
+
+def test_a_fault_that_does_not_fit_is_refused(tree: Path, tmp_path: Path) -> None:
+    fault = plant(tmp_path, PLANT.replace("x * 2", "x * 3"))
+    with pytest.raises(UsageError, match=r"fault\.patch does not apply on prefix 2"):  # noqa: SIM117
+        with trees.at_prefix(tree, series_package.load(), 2, fault):
+            pass
+
+
+def test_a_file_that_is_no_patch_is_refused(tree: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"fault\.patch is not a patch"):  # noqa: SIM117
+        with trees.at_prefix(tree, series_package.load(), 2, plant(tmp_path, "hello\n")):
+            pass
