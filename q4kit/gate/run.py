@@ -103,7 +103,9 @@ class Gate:
 
     def _floor_left(self) -> list[int]:
         """Return the numbers of the floor's restarts that are not recorded yet."""
-        return [n for n in range(1, self.config.floor_runs + 1) if not self.store.floor_run(n).exists()]
+        reference = self._reference()
+        numbers = range(1, self.config.floor_runs + 1)
+        return [n for n in numbers if reference is None or not self.store.floor_run(reference, n).exists()]
 
     def _timed(self, step: Callable[[], None]) -> None:
         """Run a step unless the budget would probably be over before its end."""
@@ -139,7 +141,7 @@ class Gate:
                         recording = self._oracle(client, prefix)
                         if self._reference() in (None, prefix):
                             repeat = self._record_like(client, recording)
-                            recordings.write(repeat, self.store.floor_run(0))
+                            recordings.write(repeat, self.store.floor_run(prefix, 0))
                         record = replace(record, stage="bench", speed=self._bench(client, prefix))
                     rss, peak, gpu = _memory(server, before)
                     record = replace(record, outcome="served", stage="", rss_gib=rss, peak_rss_gib=peak, gpu_gib=gpu)
@@ -160,7 +162,7 @@ class Gate:
             Client(server.base_url) as client,
         ):
             run = self._record_like(client, self.store.recording(reference))
-        recordings.write(run, self.store.floor_run(number))
+        recordings.write(run, self.store.floor_run(reference, number))
         self.progress(f"floor: restart {number} of {self.config.floor_runs} at prefix {reference}")
 
     def _launch(self, name: str, path: Path) -> ServerProcess:

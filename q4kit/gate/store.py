@@ -149,17 +149,17 @@ class Store:
     def recording(self, prefix: int) -> Recording:
         return recordings.read(self.oracle(prefix))
 
-    def floor_runs(self) -> list[Path]:
-        """Return the recordings made beside the reference, in order."""
-        return sorted(self.folder.glob("floor-run-*.jsonl.gz"))
+    def floor_run(self, reference: int, number: int) -> Path:
+        """Return the path of a floor run at the reference prefix; 0 is the repeat on the reference's own server."""
+        return self.folder / f"floor-{reference:04d}-run-{number}.jsonl.gz"
 
-    def floor_run(self, number: int) -> Path:
-        """Return the path of floor run `number`; 0 is the repeat on the reference's own server."""
-        return self.folder / f"floor-run-{number}.jsonl.gz"
+    def floor_runs(self, reference: int) -> list[Path]:
+        """Return the recordings made beside a reference prefix, in order."""
+        return sorted(self.folder.glob(f"floor-{reference:04d}-run-*.jsonl.gz"))
 
     def floor(self, reference: int) -> Floor | None:
-        """Return the floor of the reference prefix and its runs; None without a run beside it."""
-        runs = [recordings.read(path) for path in self.floor_runs()]
+        """Return the floor of a reference prefix and its runs; None without a run beside it."""
+        runs = [recordings.read(path) for path in self.floor_runs(reference)]
         return floors.build([self.recording(reference), *runs]) if runs else None
 
     def write_samples(self, prefix: int, samples: dict[str, Any]) -> None:
@@ -168,6 +168,6 @@ class Store:
         report.write_atomic(self.folder / f"prefix-{prefix:04d}.bench.json.gz", gzip.compress(content, 9, mtime=0))
 
     def forget(self, prefix: int) -> None:
-        """Remove what is kept of a prefix."""
-        self._record(prefix).unlink(missing_ok=True)
-        self.oracle(prefix).unlink(missing_ok=True)
+        """Remove what is kept of a prefix, the floor measured at it included."""
+        for path in (self._record(prefix), self.oracle(prefix), *self.floor_runs(prefix)):
+            path.unlink(missing_ok=True)

@@ -15,6 +15,7 @@ from q4kit.gate.judge import judge_all
 from q4kit.gate.plan import Config
 from q4kit.gate.run import peak_rss
 from q4kit.gate.store import Store
+from q4kit.oracle import recording as recordings
 
 BOOT_LOG = """\
 [2026-11-29 18:00:01] Scheduler hit an exception: Traceback (most recent call last):
@@ -107,3 +108,17 @@ def test_the_table_names_patch_verdict_and_numbers() -> None:
     assert found["legs"]["prefill"] == {
         "positions": 60, "changed": 0, "lost": 0, "mean": 0.0, "max": 0.0, "seed_rule_holds": True,
     }  # fmt: skip
+
+
+def test_a_forgotten_reference_takes_its_floor_along(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    for prefix in (0, 7):
+        store.write(served(prefix))
+        recordings.write(recording(prefix), store.oracle(prefix))
+        recordings.write(recording(100 + prefix), store.floor_run(prefix, 0))
+    store.forget(0)
+    assert store.read(0) is None
+    assert store.floor_runs(0) == []
+    floor = store.floor(7)
+    assert floor is not None
+    assert [run["time"] for run in floor.runs] == ["t7", "t107"]
