@@ -1,0 +1,168 @@
+"""What this machine is: GPU, driver, memory, the disk under a path, systemd, a port. I/O only, no judgement."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from q4kit.ple import disk
+
+GIB = 2**30
+_CGROUPS = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """The first GPU. Memory in MiB."""
+
+    name: str
+    driver: str
+    total_mib: int
+    free_mib: int
+
+
+@dataclass(frozen=True)
+class Disk:
+    """The storage under a path. `rotational`: what the kernel says, None where it says nothing."""
+
+    filesystem: str
+    device: str
+    rotational: bool | None
+    free: int
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Everything the checks ask about. `gpu` is a sentence where there is none."""
+
+    gpu: Gpu | str
+    ram_total: int
+    ram_available: int
+    """MemAvailable, or what the container's limit leaves, whichever is less. Bytes."""
+    model_disk: Disk | None
+    run_disk: Disk | None
+    series: str
+    """State of the series in the environment, e.g. "applied"."""
+    systemd: str
+    """"" where systemd-run can make a scope, else why not."""
+    port_free: bool
+
+
+def gather(*, model: Path | None, run_dir: Path, python: str, host: str, port: int) -> Machine:
+    """Return the facts of this machine."""
+    return Machine(
+        gpu=find_gpu(),
+        ram_total=psutil.virtual_memory().total,
+        ram_available=ram_available(),
+        model_disk=find_disk(model) if model is not None else None,
+        run_disk=find_disk(run_dir),
+        series=series_state(python),
+        systemd=systemd_missing(),
+        port_free=port_is_free(host, port),
+    )
+
+
+def find_gpu() -> Gpu | str:
+    """Return the first GPU that nvidia-smi lists, or why there is none."""
+    query = "name,driver_version,memory.total,memory.free"
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits"],
+            capture_output=True, text=True, timeout=30, check=False,
+        )  # fmt: skip
+    except FileNotFoundError:
+        return "nvidia-smi is not installed"
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"nvidia-smi does not answer ({error})"
+    lines = done.stdout.strip().splitlines()
+    if done.returncode or not lines:
+        said = (done.stderr or done.stdout).strip().splitlines()
+        return f"nvidia-smi exit code {done.returncode}: {said[0] if said else 'no GPU listed'}"
+    try:
+        name, driver, total, free = (part.strip() for part in lines[0].split(","))
+        return Gpu(name, driver, int(total), int(free))
+    except ValueError:
+        return f"nvidia-smi answered {lines[0]!r}"
+
+
+def ram_available() -> int:
+    """Return the bytes that new processes can take without swapping, inside the container's limit."""
+    available: int = psutil.virtual_memory().available
+    for limit_file, used_file in _CGROUPS:
+        try:
+            limit, used = (Path(f).read_text().strip() for f in (limit_file, used_file))
+            if limit != "max":
+                available = min(available, int(limit) - int(used))
+        except (OSError, ValueError):
+            continue
+    return max(available, 0)
+
+
+def find_disk(path: Path) -> Disk | None:
+    """Return the storage under `path` (or its nearest existing parent), None where it cannot be told."""
+    place = path.absolute()
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    try:
+        found = disk.describe(place)
+        device = os.stat(place).st_dev
+    except (OSError, psutil.Error):
+        return None
+    return Disk(
+        filesystem=str(found.get("filesystem", "unknown")),
+        device=str(found.get("device", "unknown")),
+        rotational=_rotational(Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}")),
+        free=int(found["free_bytes"]),
+    )
+
+
+def _rotational(device: Path) -> bool | None:
+    # A partition has no queue of its own; its disk is the folder above.
+    for place in (device, device / ".."):
+        try:
+            return (place / "queue" / "rotational").read_text().strip() == "1"
+        except OSError:
+            continue
+    return None
+
+
+def series_state(python: str) -> str:
+    """Return the state of the series in an environment, or why it cannot be told."""
+    from q4kit import series
+    from q4kit.errors import Q4Error
+
+    try:
+        return str(series.status(series.installed_target(python)).state)
+    except (Q4Error, OSError, ValueError, RuntimeError) as error:
+        return f"unknown: {error}"
+
+
+def systemd_missing() -> str:
+    """Return "" where `systemd-run --scope` can be used, else why not."""
+    if shutil.which("systemd-run") is None:
+        return "systemd-run is not installed"
+    if not Path("/run/systemd/system").is_dir():
+        return "systemd does not run here"
+    if os.geteuid() != 0 and not Path(os.environ.get("XDG_RUNTIME_DIR", "/nonexistent"), "systemd").is_dir():
+        return "no systemd user session (XDG_RUNTIME_DIR/systemd is missing)"
+    return ""
+
+
+def port_is_free(host: str, port: int) -> bool:
+    """Return whether a server could listen there."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True
