@@ -25,6 +25,7 @@ class Step:
 
 
 STEPS: tuple[Step, ...] = (
+    Step("chat", "the chat route answers, whole and streamed, twice the same", "HOLDS", exit_codes.HOLDS),
     Step("oracle", "stock and patched give the same logprobs", "EQUIVALENT", exit_codes.HOLDS),
     Step("fault-oracle", "a disturbed weight does not pass", "DIFFERENT", exit_codes.NEGATIVE),
     Step("needle", "exact lengths, controls and scoring on the live server (a random model finds nothing)", "", 0),

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # The main job, end to end, on a tiny random Qwen4-Exp: apply the series to the pinned SGLang, serve stock and patched with
-# the real server, compare them with the logprob oracle, plant a fault and see it caught, run needle and bench, write a report.
+# the real server, ask its chat route, compare stock and patched with the logprob oracle, plant a fault and see it caught,
+# run needle and bench, write a report.
 #
 # usage: scripts/demo.sh [OUT]
 #
@@ -44,9 +45,10 @@ say "1/3 stock: record the reference twice; the two give the noise floor"
   --run "'$py' tools/logprob_diff.py record --base-url \$Q4_BASE_URL --like '$r/before.jsonl.gz' --out '$r/again.jsonl.gz'"
 "$py" tools/logprob_diff.py floor "$r/before.jsonl.gz" "$r/again.jsonl.gz" --out "$r/floor.jsonl.gz" --json "$r/floor.json"
 
-say "2/3 patched: oracle, needle, bench"
+say "2/3 patched: chat smoke test, oracle, needle, bench"
 set +e
 "${serve[@]}" --model "$out/model" --log "$r/patched.log" --keep-going \
+  --run "'$py' tools/chat_smoke.py --base-url \$Q4_BASE_URL --json '$r/chat.json'; echo \$? >'$r/chat.exit'" \
   --run "'$py' tools/logprob_diff.py compare '$r/before.jsonl.gz' --base-url \$Q4_BASE_URL --floor '$r/floor.jsonl.gz' --json '$r/oracle.json'; echo \$? >'$r/oracle.exit'" \
   --run "'$py' tools/needle_test.py --base-url \$Q4_BASE_URL --lengths 2048 --grid 3 --expect none --json '$r/needle.json' --md '$r/needle.md'; echo \$? >'$r/needle.exit'" \
   --run "'$py' tools/bench_speed.py run --base-url \$Q4_BASE_URL --contexts 101 421 --tokens 64 --repeats 3 --text words --json '$r/bench.json' --md '$r/bench.md'; echo \$? >'$r/bench.exit'"

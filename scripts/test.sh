@@ -25,7 +25,10 @@ say "lints"
 "$py" -m ruff check .
 "$py" -m ruff format --check .
 "$py" -m mypy
-"$py" -m codespell_lib --skip '.git,.venv,.cache,results,*.patch,data' -L "te,ot,nd,fo,ans,valeu" . || die "codespell found typos"
+"$py" -m codespell_lib --skip '.git,.venv,.cache,results,*.patch,data' -L "te,ot,nd,fo,ans,valeu" . || {
+  say "codespell found typos" # its own exit code is their number
+  exit 1
+}
 if command -v shellcheck >/dev/null; then shellcheck -x scripts/*.sh .ci/run; fi
 
 if [ "$quick" = 1 ]; then
