@@ -1,0 +1,105 @@
+"""Starts that come to nothing: a stop before health, a server that dies, one that hangs. Real processes, no model."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from q4kit.server.launch import _group_members
+from q4kit.serving.run import StopRequested, _code
+
+FAKE = Path(__file__).resolve().parents[1] / "launch" / "fake_server.py"
+DRIVER = """
+import signal, sys
+from pathlib import Path
+from q4kit.errors import Q4Error
+from q4kit.serving.run import Plan, StopRequested, serve
+
+def stop(number, frame):
+    raise StopRequested(number)
+
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, stop)
+folder = Path(sys.argv[1])
+plan = Plan(
+    model=folder / "model", python=str(folder / "python"), device="cpu", flags=(), env={}, host="127.0.0.1",
+    port=int(sys.argv[2]), prefix=(), timeout_s=float(sys.argv[3]), log=folder / "log",
+    environment=folder / "environment.json", smoke_json=folder / "smoke.json",
+)
+try:
+    code = serve(plan, lambda text: print(text, flush=True), lambda seconds, line: print("waiting", flush=True))
+except Q4Error as error:
+    print(error.render())
+    code = error.exit_code
+raise SystemExit(code)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"dtype": "bfloat16"}))
+    script = tmp_path / "python"
+    script.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{FAKE}" "$@"\n')
+    script.chmod(0o755)
+    return tmp_path
+
+
+def start(folder: Path, mode: str, timeout: float = 60) -> subprocess.Popen[str]:
+    from q4kit.server.launch import _free_port
+
+    return subprocess.Popen(
+        [sys.executable, "-c", DRIVER, str(folder), str(_free_port()), str(timeout)],
+        env={**os.environ, "FAKE_MODE": mode, "FAKE_STATE": str(folder / "state")},
+        stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def group(folder: Path) -> int:
+    deadline = time.monotonic() + 30
+    while not (folder / "state").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return int(json.loads((folder / "state").read_text().splitlines()[0])["pid"])
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stop_before_health_ends_everything(folder: Path, number: signal.Signals) -> None:
+    running = start(folder, "hang")
+    server = group(folder)
+    assert running.stdout is not None
+    assert running.stdout.readline() == "waiting\n"
+    running.send_signal(number)
+    output, _ = running.communicate(timeout=60)
+    assert running.returncode == 130
+    assert f"stopped by signal {number.value} before the server was up" in output
+    assert _group_members(server) == []
+    assert not (folder / "environment.json").exists()
+
+
+def test_a_server_that_dies_at_start_is_a_fault_with_its_last_words(folder: Path) -> None:
+    running = start(folder, "die")
+    output, _ = running.communicate(timeout=60)
+    assert running.returncode == 4
+    assert "out of unobtainium" in output
+    assert _group_members(group(folder)) == []
+
+
+def test_a_server_without_a_chat_route_is_never_declared_ready(folder: Path) -> None:
+    running = start(folder, "serve")
+    output, _ = running.communicate(timeout=60)
+    assert running.returncode == 4
+    assert "ready" not in output
+    assert "healthy after" in output
+    assert _group_members(group(folder)) == []
+
+
+def test_status_codes_are_those_of_a_shell() -> None:
+    assert [_code(status) for status in (0, 3, -9, -15)] == [0, 3, 137, 143]
+    assert str(StopRequested(15)) == "signal 15"
