@@ -40,6 +40,15 @@ class Cell:
     expect: str = "same"
     """"same": answers equal the reference; "reference"; "refused": a clear error at start; "fails": stock's failure."""
 
+    @property
+    def updates_weights(self) -> bool:
+        """Whether the cell must answer the same after the same weights were loaded again.
+
+        Not where the server cannot be asked: stock is not under test, the table on storage refuses an update, and
+        paged experts were never updated here.
+        """
+        return self.tree == "patched" and self.ple != "nvme" and "--enable-paged-experts" not in self.extra
+
     def server_args(self, offload_gb: dict[tuple[str, str], int]) -> list[str]:
         """Return the SGLang arguments; `offload_gb`: (model, budget) -> whole GB, the unit of --cpu-offload-gb."""
         args = [*GRAPH_ARGS[self.graph], *PLE_ARGS[self.ple]]
@@ -62,6 +71,7 @@ CELLS: tuple[Cell, ...] = (
     Cell("part-breakable-resident", "patched", "mid", "part", "breakable", "resident"),
     Cell("all-breakable-pinned", "patched", "mid", "all", "breakable", "pinned"),
     Cell("half-eager-resident", "patched", "mid", "half", "eager", "resident"),
+    Cell("half-full-in-place", "patched", "mid", "half", "full", "pinned", extra=("--cpu-offload-experts-in-place",)),
     Cell(
         "paged-experts",
         "patched",

@@ -6,7 +6,10 @@ other while the rest is stopped (SIGSTOP), so that timings are not disturbed. Ev
 OUT/cells/; a second run skips what is there. The table goes to OUT/table.md and stdout.
 
 Per cell: teacher-forced logprobs of prompts of 1 to 3,000 tokens (chunk edges included), twice for the A/A floor; 200
-greedy tokens; two requests at once; decode speed; PCIe bytes a decoded token (NVML counters, sampled).
+greedy tokens; two requests at once; decode speed; PCIe bytes a decoded token (NVML counters, sampled). Last, where the
+cell allows it, the same checkpoint is loaded again (/update_weights_from_disk) and the prompts are scored once more:
+they may move by twice the A/A floor. That shows that an update leaves nothing broken or freed, not that new weights are
+used (tests/gpu/offload.py and tests/patches hold that).
 """
 
 from __future__ import annotations
@@ -25,9 +28,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import requests
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from q4kit.errors import Q4Error
+from q4kit.errors import Q4Error, ServerError
 from q4kit.server.client import GREEDY, Client
 from q4kit.server.launch import ServerProcess, launch
 from tests.gpu.cells import CELLS, Cell
@@ -119,8 +124,19 @@ def decode_rate(client: Client, ids: list[int]) -> tuple[float, float]:
     return (n1 - n0) / (t1 - t0), t0 - start
 
 
-def measure(server: ServerProcess) -> dict[str, Any]:
-    """Return everything that is recorded about one healthy server."""
+def update_weights(server: ServerProcess, model: Path) -> dict[str, Any]:
+    """Load `model` again into the running server; return the server's answer ("success", "message")."""
+    url = f"{server.base_url}/update_weights_from_disk"
+    try:
+        answer = requests.post(url, json={"model_path": str(model)}, timeout=300)
+        record = answer.json()
+    except (requests.RequestException, ValueError) as error:
+        raise ServerError(f"{url}: {error}", remedy="The update ended the server; read its log.") from error
+    return {"success": bool(record.get("success")), "message": str(record.get("message", record))[:300]}
+
+
+def measure(server: ServerProcess, reload: Path | None = None) -> dict[str, Any]:
+    """Return everything that is recorded about one healthy server; `reload`: checkpoint to load again at the end."""
     with Client(server.base_url, timeout_s=300) as client:
         result: dict[str, Any] = {"runs": []}
         for _ in range(2):  # the second run is the A/A floor
@@ -146,7 +162,24 @@ def measure(server: ServerProcess) -> dict[str, Any]:
         info = client.server_info()
         states = info.get("internal_states") or [{}]
         result["server"] = {k: v for k, v in states[0].items() if isinstance(v, int | float | str)}
+        if reload:
+            result["update"] = update_weights(server, reload)
+            client.flush_cache()
+            result["update"]["run"] = [generate(client, ids, 4) for ids in prompts()]
     return result
+
+
+def update_fault(result: dict[str, Any]) -> str | None:
+    """Return what is wrong after the weight update of a cell that served, None where nothing is or none was made."""
+    update = result.get("update")
+    if update is None:
+        return None
+    if not update["success"]:
+        return f"weight update refused: {update['message']}"
+    floor, moved = worst(*result["runs"])[0], worst(result["runs"][0], update["run"])[0]
+    if moved > 2 * floor:
+        return f"logprobs moved by {moved:.3g} with an update to the same weights, by {floor:.3g} without"
+    return None
 
 
 def worst(reference: list[dict[str, Any]], candidate: list[dict[str, Any]]) -> tuple[float, float, int]:
@@ -171,8 +204,8 @@ def table(results: dict[str, dict[str, Any]], cells: tuple[Cell, ...]) -> str:
     reference = results.get("reference", {})
     lines = [
         "| cell | tree | budget | graph | PLE | outcome | max abs dlogprob | mean | A/A max | 200 tokens equal "
-        "| pair equal | decode tok/s | PCIe MB/token | RSS GiB |",
-        "| --- " * 14 + "|",
+        "| pair equal | decode tok/s | PCIe MB/token | RSS GiB | after an update, max abs dlogprob |",
+        "| --- " * 15 + "|",
     ]
     for cell in cells:
         result = results.get(cell.name)
@@ -180,7 +213,7 @@ def table(results: dict[str, dict[str, Any]], cells: tuple[Cell, ...]) -> str:
             continue
         head = f"| {cell.name} | {cell.tree} | {cell.budget} | {cell.graph} | {cell.ple} |"
         if "error" in result:
-            lines.append(f"{head} {result['error']} |" + " |" * 8)
+            lines.append(f"{head} {result['error']} |" + " |" * 9)
             continue
         floor = worst(result["runs"][0], result["runs"][1])
         row = [head, " served |"]
@@ -194,6 +227,8 @@ def table(results: dict[str, dict[str, Any]], cells: tuple[Cell, ...]) -> str:
         pcie = result.get("pcie_rx_bytes_s")
         per_token = f"{pcie / result['decode_tok_s'] / 1e6:.2f}" if pcie else "-"
         row.append(f" {result['decode_tok_s']:.1f} | {per_token} | {result['rss_gib']:.1f} |")
+        update = result.get("update")
+        row.append(f" {worst(result['runs'][0], update['run'])[0]:.3g} |" if update else " - |")
         lines.append("".join(row))
     return "\n".join(lines) + "\n"
 
@@ -217,11 +252,11 @@ def group_rss_gib(group: int) -> float:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Return 0 when every patched cell is within its A/A floor of the reference and every stock failure was seen."""
+    """Return 0 when every cell ended as declared and no weight update to the same weights moved an answer."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--stock", required=True, help="folder with the stock sglang package")
+    parser.add_argument("--stock", help="folder with the stock sglang package (default: leave the stock cells out)")
     parser.add_argument("--patched", required=True, help="folder with the patched sglang package")
     parser.add_argument("--part-gb", type=int, default=1)
     parser.add_argument("--half-gb", type=int, required=True)
@@ -233,7 +268,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     budgets = {"0": 0, "part": args.part_gb, "half": args.half_gb, "all": args.all_gb}
     offload = {(model, name): gb for model in ("tiny", "mid") for name, gb in budgets.items()}
-    cells = tuple(c for c in CELLS if not args.only or c.name in args.only)
+    cells = tuple(c for c in CELLS if (not args.only or c.name in args.only) and (args.stock or c.tree != "stock"))
     (args.out / "cells").mkdir(parents=True, exist_ok=True)
     results: dict[str, dict[str, Any]] = {}
 
@@ -280,7 +315,7 @@ def main(argv: list[str] | None = None) -> int:
                 if server:
                     os.killpg(server.pid, signal.SIGCONT)
                     try:
-                        result |= measure(server)
+                        result |= measure(server, args.model if cell.updates_weights else None)
                     except Q4Error as error:
                         result |= failure(error)
                         result["full"] += server.log_tail(60)
@@ -303,6 +338,8 @@ def main(argv: list[str] | None = None) -> int:
             bad.append(f"{cell.name}: stock was expected to fail and served")
         if cell.expect == "same" and "error" in result:
             bad.append(f"{cell.name}: {result['error']}")
+        if "error" not in result and (fault := update_fault(result)):
+            bad.append(f"{cell.name}: {fault}")
     print("\n".join(bad) or "every cell ended as declared", file=sys.stderr)
     return 1 if bad else 0
 

@@ -2,11 +2,13 @@
 """Make the summary and the ratios of a run of tests/gpu/matrix.py: `summarise.py OUT/cells SUMMARY.json`.
 
 Per cell: logprobs against the reference cell, the A/A floor, decode speed, bytes a token over PCIe, memory.
+`summarise.py --steps OUT` prints the table of a run of tests/gpu/run_all.sh instead.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import statistics
 import sys
@@ -41,6 +43,9 @@ def summary(cells: dict[str, dict[str, Any]]) -> dict[str, Any]:
                 "boot_s": cell["boot_s"],
                 "long_equal_prefix": common_prefix(reference["long"]["ids"], cell["long"]["ids"]),
             }
+            if update := cell.get("update"):
+                figures["update_success"] = update["success"]
+                figures["update_max_abs_dlogprob"] = worst(cell["runs"][0], update["run"])[0]
             if figures["pcie_rx_bytes_s"] is not None:
                 figures["pcie_bytes_per_token"] = figures["pcie_rx_bytes_s"] / figures["decode_tok_s"]
         out[name] = figures
@@ -53,12 +58,62 @@ def summary(cells: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return {"cells": out, "ratios": ratios}
 
 
+OUTCOMES = {0: "holds", 1: "FAILS", 2: "usage error", 3: "inconclusive", 4: "environment or server fault"}
+
+
+def steps_table(records: list[dict[str, str]], output: dict[str, str]) -> tuple[str, int]:
+    """Return the markdown table of a run_all.sh and its exit code (pure).
+
+    Of each step, in order: `records` has its name, and its exit code and seconds or why it was skipped; `output` what
+    it printed. The exit code is 0 when every step that ran holds, 1 when one does not, 4 when none could run.
+    """
+    lines = ["| step | outcome | checks that hold | seconds |", "| --- | --- | --- | --- |"]
+    codes = []
+    for record in records:
+        if "skipped" in record:
+            lines.append(f"| {record['name']} | skipped: {record['skipped']} | - | - |")
+            continue
+        code = int(record["rc"])
+        codes.append(code)
+        checks = [check["ok"] for check in json_lines(output.get(record["name"], "")) if "ok" in check]
+        held = f"{sum(map(bool, checks))}/{len(checks)}" if checks else "-"
+        outcome = OUTCOMES.get(code, f"exit {code}")
+        lines.append(f"| {record['name']} | {outcome} | {held} | {record['seconds']} |")
+    return "\n".join(lines) + "\n", (int(any(codes)) if codes else 4)
+
+
+def json_lines(text: str) -> list[dict[str, Any]]:
+    """Return the JSON objects among the lines of `text`."""
+    objects = []
+    for line in text.splitlines():
+        if line.startswith("{"):
+            with contextlib.suppress(json.JSONDecodeError):
+                objects.append(json.loads(line))
+    return objects
+
+
+def read_steps(out: Path) -> tuple[list[dict[str, str]], dict[str, str]]:
+    """Return the records and the output of the steps in `out`, as `steps_table` takes them."""
+    records = [
+        dict(line.split("=", 1) for line in path.read_text().splitlines()) for path in sorted(out.glob("steps/*.step"))
+    ]
+    output = {path.stem: path.read_text(errors="replace") for path in out.glob("steps/*.out")}
+    return records, output
+
+
 def main(argv: list[str] | None = None) -> int:
-    """Return 0 once the summary is written."""
+    """Return 0 once the summary is written; with --steps the exit code of the run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cells", type=Path)
-    parser.add_argument("out", type=Path)
+    parser.add_argument("cells", type=Path, nargs="?")
+    parser.add_argument("out", type=Path, nargs="?")
+    parser.add_argument("--steps", type=Path, metavar="OUT", help="folder of a run of run_all.sh")
     args = parser.parse_args(argv)
+    if args.steps:
+        text, code = steps_table(*read_steps(args.steps))
+        print(text, end="")
+        return code
+    if args.out is None:
+        parser.error("give OUT/cells and SUMMARY.json, or --steps OUT")
     cells = {path.stem: json.loads(path.read_text()) for path in sorted(args.cells.glob("*.json"))}
     args.out.write_text(json.dumps(summary(cells), indent=1) + "\n")
     return 0

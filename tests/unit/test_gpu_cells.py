@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
+
 from tests.gpu.cells import CELLS, Cell, uncovered_pairs
+from tests.gpu.matrix import update_fault
 
 
 def test_every_pair_of_settings_is_served_by_a_patched_cell() -> None:
@@ -31,3 +36,40 @@ def test_a_cell_becomes_server_arguments() -> None:
         "--foo",
     ]
     assert "--cpu-offload-gb" not in " ".join(cell.server_args({("mid", "half"): 0}))
+
+
+def test_an_in_place_cell_is_the_offload_cell_with_the_flag() -> None:
+    cells = {cell.name: cell for cell in CELLS}
+    budgets = {("mid", "half"): 2}
+    in_place, copied = (cells[name].server_args(budgets) for name in ("half-full-in-place", "half-full-pinned"))
+    assert in_place == [*copied, "--cpu-offload-experts-in-place"]
+
+
+def test_weights_are_updated_where_the_server_can_be_asked() -> None:
+    asked = {cell.name for cell in CELLS if cell.updates_weights}
+    assert {"reference", "half-full-pinned", "half-full-in-place", "all-breakable-pinned"} <= asked
+    assert not asked & {"nvme-full", "half-full-nvme", "paged-experts", "stock-full-pinned"}
+
+
+def scored(*logprobs: float) -> list[dict[str, Any]]:
+    return [{"prompt": list(logprobs), "ids": [1]}]
+
+
+@pytest.mark.parametrize(
+    ("floor", "update", "fault"),
+    [
+        (0.0, None, None),
+        (0.0, {"success": True, "run": scored(-1.0, -2.0)}, None),
+        (0.1, {"success": True, "run": scored(-1.0, -2.2)}, None),
+        (0.1, {"success": True, "run": scored(-1.0, -2.3)}, "moved by 0.3"),
+        (0.0, {"success": True, "run": scored(-1.0, -2.0001)}, "moved by 0.0001"),
+        (0.0, {"success": False, "message": "no", "run": scored(-1.0, -2.0)}, "weight update refused: no"),
+    ],
+)
+def test_an_update_to_the_same_weights_must_not_move_the_answers(
+    floor: float, update: dict[str, Any] | None, fault: str | None
+) -> None:
+    result: dict[str, Any] = {"runs": [scored(-1.0, -2.0), scored(-1.0, -2.0 - floor)]}
+    found = update_fault(result | ({"update": update} if update else {}))
+    assert (found is None) == (fault is None)
+    assert fault is None or fault in str(found)

@@ -1,0 +1,174 @@
+#!/usr/bin/env bash
+# Runs everything in this folder that proves the series on a GPU, and prints one table at the end.
+#
+# usage: tests/gpu/run_all.sh OUT --patched DIR [--stock DIR] [--tiny DIR] [--mid DIR] [--only STEP]... [--again]
+#        tests/gpu/run_all.sh --list
+#
+#   OUT            folder for logs, raw answers and the table (OUT/table.md)
+#   --patched DIR  folder with the patched sglang package (what PYTHONPATH would name)
+#   --stock DIR    folder with the stock sglang package; without it the matrices leave the stock cells out
+#   --tiny DIR     checkpoint of `tools/make_tiny_model.py DIR --preset gpu` (default: made in OUT/models)
+#   --mid DIR      checkpoint of `tools/make_tiny_model.py DIR --preset mid` (default: made in OUT/models)
+#   --only STEP    run this step alone (repeatable)
+#   --again        run steps anew that have an outcome already
+#   --list         print the steps and what each needs; needs no GPU
+#
+# Needs one NVIDIA GPU that nothing else uses, a driver for the pinned torch, and a Python (PYTHON=..., default python3)
+# with SGLang's requirements and this repository installed (scripts/setup.sh --gpu). A step whose needs the machine does
+# not meet is skipped with the reason. A second run of the same OUT continues: steps that hold are not run again, and the
+# matrices keep every cell they have asked.
+#
+# Exit code: 0 every step that ran holds, 1 one does not, 2 bad usage, 4 nothing could run.
+set -euo pipefail
+ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
+GPU="$ROOT/tests/gpu"
+PYTHON="${PYTHON:-python3}"
+
+# name | GPU memory, GiB | free host memory, GiB | free disk in OUT, GiB | model
+# Estimates with room to spare: all of it was only ever run on an H200.
+STEPS='bcg_outputs|2|2|0|
+pinned_exact|2|12|0|
+qsa_sync|2|2|0|
+fp8_kv|2|2|0|
+offload|4|4|0|
+sparse_gqa|4|4|0|
+ple_memop|4|8|2|
+fp8_kv_prompts|20|24|2|tiny
+matrix_tiny|20|24|2|tiny
+matrix_mid|20|32|12|mid'
+
+usage() { sed -n '2,/^[^#]/{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; }
+die() { printf 'error: %s\nremedy: %s\n' "$1" "$2" >&2; exit "${3:-2}"; }
+
+list() {
+  printf '%-16s %-10s %-10s %-10s %-6s %s\n' step 'GPU GiB' 'host GiB' 'disk GiB' model present
+  while IFS='|' read -r name gpu host disk model; do
+    printf '%-16s %-10s %-10s %-10s %-6s %s\n' "$name" "$gpu" "$host" "$disk" "${model:--}" \
+      "$([ -f "$(script_of "$name")" ] && echo yes || echo no)"
+  done <<<"$STEPS"
+}
+
+script_of() { case $1 in matrix_*) echo "$GPU/matrix.py" ;; *) echo "$GPU/$1.py" ;; esac; }
+
+out='' patched='' stock='' tiny='' mid='' again='' only=()
+[ $# -gt 0 ] || { usage; exit 2; }
+while [ $# -gt 0 ]; do
+  case $1 in
+    -h | --help) usage; exit 0 ;;
+    --list) list; exit 0 ;;
+    --again) again=1 ;;
+    --patched | --stock | --tiny | --mid | --only)
+      [ $# -gt 1 ] || die "$1 has no value" "read $0 --help"
+      case $1 in
+        --patched) patched=$2 ;;
+        --stock) stock=$2 ;;
+        --tiny) tiny=$2 ;;
+        --mid) mid=$2 ;;
+        --only) only+=("$2") ;;
+      esac
+      shift
+      ;;
+    -*) die "unknown argument $1" "read $0 --help" ;;
+    *) [ -z "$out" ] || die "two folders, $out and $1" "give one OUT"; out=$1 ;;
+  esac
+  shift
+done
+[ -n "$out" ] || die "no folder OUT for the results" "read $0 --help"
+[ -n "$patched" ] || die "no --patched" "name the folder that holds the patched sglang package"
+for tree in "$patched" ${stock:+"$stock"}; do
+  [ -f "$tree/sglang/version.py" ] || die "$tree holds no sglang package" "name the folder that PYTHONPATH would name"
+done
+for step in ${only[@]+"${only[@]}"}; do
+  grep -q "^$step|" <<<"$STEPS" || die "no step $step" "see $0 --list"
+done
+for model in ${tiny:+"$tiny"} ${mid:+"$mid"}; do
+  [ -f "$model/config.json" ] || die "$model holds no config.json" "make it with tools/make_tiny_model.py, or leave it out"
+done
+mkdir -p "$out/steps"
+out="$(cd "$out" && pwd)"
+patched="$(cd "$patched" && pwd)"
+[ -z "$stock" ] || stock="$(cd "$stock" && pwd)"
+
+# usage: lacks GPU HOST DISK SCRIPT   print what this machine lacks for a step, nothing where it lacks nothing
+lacks() {
+  [ -f "$4" ] || { echo "$(basename "$4") is not in this checkout"; return; }
+  [ -z "$no_gpu" ] || { echo "$no_gpu"; return; }
+  awk -v have="$gpu_gib" -v need="$1" 'BEGIN { if (have < need) printf "GPU has %.0f GiB, needs %d", have, need }'
+  awk -v need="$2" '/MemAvailable/ { if ($2 / 1048576 < need) printf "%.0f GiB of host memory free, needs %d", $2 / 1048576, need }' /proc/meminfo
+  df -Pk "$out" | awk -v need="$3" 'NR == 2 { if ($4 / 1048576 < need) printf "%.0f GiB of disk free in OUT, needs %d", $4 / 1048576, need }'
+}
+
+# usage: model_dir PRESET GIVEN   print the folder of a checkpoint, which is made if none was given
+model_dir() {
+  local dir="${2:-$out/models/$1}"
+  if [ ! -f "$dir/config.json" ]; then
+    mkdir -p "$out/models"
+    "$PYTHON" "$ROOT/tools/make_tiny_model.py" "$dir" --preset "$1" --force >&2
+  fi
+  echo "$dir"
+}
+
+# usage: command_of NAME   fill `command` with the command line of a step
+command_of() {
+  local model
+  case $1 in
+    fp8_kv_prompts)
+      model="$(model_dir gpu "$tiny")"
+      command=("$PYTHON" "$GPU/$1.py" "$out/$1" --model "$model" --patched "$patched")
+      ;;
+    matrix_tiny) # --cpu-offload-gb 1, the smallest budget, takes every weight of this model
+      model="$(model_dir gpu "$tiny")"
+      command=("$PYTHON" "$GPU/matrix.py" "$out/$1" --model "$model" --patched "$patched" ${stock:+--stock "$stock"}
+        --half-gb 1 --all-gb 1 --jobs "$jobs")
+      ;;
+    matrix_mid) # 4.5 GiB of routed experts
+      model="$(model_dir mid "$mid")"
+      command=("$PYTHON" "$GPU/matrix.py" "$out/$1" --model "$model" --patched "$patched" ${stock:+--stock "$stock"}
+        --half-gb 2 --jobs "$jobs")
+      ;;
+    *) command=("$PYTHON" "$GPU/$1.py") ;;
+  esac
+}
+
+no_gpu='' gpu_gib=0
+if gpu_gib="$("$PYTHON" -c 'import torch; print(torch.cuda.get_device_properties(0).total_memory / 2**30)' 2>/dev/null)"; then
+  :
+else
+  no_gpu="$PYTHON finds no NVIDIA GPU (torch.cuda)"
+  gpu_gib=0
+fi
+
+# Servers of a matrix that boot side by side: as many as one H200 with 128 GiB of host memory carried.
+jobs=1
+if awk -v gpu="$gpu_gib" '/MemAvailable/ { exit !(gpu >= 130 && $2 / 1048576 >= 96) }' /proc/meminfo; then jobs=6; fi
+
+number=0
+while IFS='|' read -r name gpu host disk model <&3; do
+  number=$((number + 1))
+  record="$out/steps/$(printf '%02d' "$number")-$name.step"
+  if [ ${#only[@]} -gt 0 ] && ! printf '%s\n' "${only[@]}" | grep -qx "$name"; then continue; fi
+  if [ -z "$again" ] && [ -f "$record" ] && grep -qx 'rc=0' "$record"; then
+    printf '%s: holds already\n' "$name" >&2
+    continue
+  fi
+  reason="$(lacks "$gpu" "$host" "$disk" "$(script_of "$name")")"
+  if [ -n "$reason" ]; then
+    printf 'name=%s\nskipped=%s\n' "$name" "$reason" >"$record"
+    printf '%s: skipped: %s\n' "$name" "$reason" >&2
+    continue
+  fi
+  printf '%s: running, log in %s\n' "$name" "$out/steps/$name.log" >&2
+  rm -f "$record"
+  [ -z "$again" ] || case $name in matrix_*) rm -rf "${out:?}/$name/cells" ;; esac
+  command_of "$name"
+  start=$SECONDS rc=0
+  PYTHONPATH="$patched:$ROOT${PYTHONPATH:+:$PYTHONPATH}" "${command[@]}" </dev/null \
+    >"$out/steps/$name.out" 2>"$out/steps/$name.log" || rc=$?
+  printf 'name=%s\nrc=%s\nseconds=%s\n' "$name" "$rc" "$((SECONDS - start))" >"$record"
+  printf '%s: exit %s\n' "$name" "$rc" >&2
+done 3<<<"$STEPS"
+
+rc=0
+"$PYTHON" "$GPU/summarise.py" --steps "$out" >"$out/table.md" || rc=$?
+cat "$out/table.md"
+exit "$rc"
