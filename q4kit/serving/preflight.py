@@ -84,7 +84,7 @@ def table(checks: Sequence[Check]) -> Table:
 
 
 def _gib(nbytes: float) -> str:
-    return f"{nbytes / GIB:.1f} GiB"
+    return f"{nbytes / GIB:.1f} GiB" if nbytes >= GIB / 10 else f"{nbytes / 2**20:.1f} MiB"
 
 
 def _series(machine: Machine) -> Check:

@@ -11,10 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from q4kit.claims.check import evaluate
 from q4kit.claims.ledger import load as load_ledger
 from q4kit.errors import UsageError
 from q4kit.serving import budget
 from q4kit.serving.budget import FORMATS, GIB, Settings
+from q4kit.serving.profiles import PROFILES, Options, settings
 from q4kit.serving.shape import PUBLISHED, Shape, from_config, load, table_rows
 from q4kit.tinymodel import PRESETS, generate
 
@@ -187,3 +189,23 @@ def test_caches_scale_with_their_layers() -> None:
     assert budget.kv_bytes(shape_of(qsa_layers=24), 1000, 64, "bf16") == 2 * budget.kv_bytes(MODEL, 1000, 64, "bf16")
     assert budget.ssm_state_bytes(shape_of(gdn_layers=72), 9) == 2 * budget.ssm_state_bytes(MODEL, 9)
     assert budget.ple_state_bytes(shape_of(ple_layers=0), 9) == 0
+
+
+@pytest.mark.parametrize(
+    ("profile", "name"),
+    [
+        ("24gb-32ram", "int2"),
+        ("24gb-64ram", "int4"),
+        ("24gb-64ram", "nvfp4"),
+        ("24gb-128ram", "int4"),
+        ("24gb-128ram", "nvfp4"),
+    ],
+)
+def test_the_ledger_quotes_the_budget_of_each_profile(profile: str, name: str) -> None:
+    """docs/SERVING.md prints these sums; a changed default must change them there."""
+    claims = load_ledger(ROOT / "results" / "claims.toml").claims
+    found = budget.compute(MODEL, settings(PROFILES[profile], Options(), MODEL, name))
+    for place in ("vram", "ram"):
+        claim = claims[f"budget-{profile.removeprefix('24gb-')}-{name}-{place}"]
+        assert evaluate(claim.formula) == pytest.approx(found.total(place) / GIB, rel=1e-9)  # type: ignore[arg-type]
+        assert round(found.total(place) / GIB, 1) == claim.value  # type: ignore[arg-type]
