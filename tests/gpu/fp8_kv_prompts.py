@@ -141,6 +141,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--chunk", type=int, help="--chunked-prefill-size (default: 2048, on a CPU 128)")
     parser.add_argument("--aa-limit", type=float, default=0.1, help="nats between two runs of one server")
     parser.add_argument("--distance-limit", type=float, default=0.1, help="mean nats to the bf16 cache")
+    parser.add_argument("--json", type=Path, help="write the lines there too")
     parser.add_argument("--arg", action="append", default=[], help="one more server argument")
     args = parser.parse_args(argv)
     chunk = args.chunk or (2048 if args.device == "cuda" else 128)
@@ -174,7 +175,7 @@ def main(argv: list[str] | None = None) -> int:
         except Q4Error as error:
             return error
 
-    good, base = True, None
+    good, base, results = True, None, []
     with ExitStack() as stack, ThreadPoolExecutor(len(cells) if args.device == "cuda" else 1) as pool:
         for cell, server in zip(cells, pool.map(boot, cells), strict=True):
             name = " ".join(cell)
@@ -195,7 +196,10 @@ def main(argv: list[str] | None = None) -> int:
                     result |= judge(record, base, chunk, args.aa_limit, args.distance_limit)
                     base = base or record
             good &= result["ok"]
-            print(json.dumps({"case": name, "chunk": chunk, **result}), flush=True)
+            results.append({"case": name, "chunk": chunk, **result})
+            print(json.dumps(results[-1]), flush=True)
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=1) + "\n")
     return 0 if good else 1
 
 

@@ -99,7 +99,7 @@ def reference(case: Case, interleaved: bool = False) -> torch.Tensor:
     for row in range(case.q.shape[0]):
         chosen = case.positions[row][case.positions[row] >= 0].long()
         slots = case.slot_table[row][chosen].long()
-        k, v = (t[slots].float()[:, kv_head] for t in (case.k, case.v))
+        k, v = (t.float()[slots][:, kv_head] for t in (case.k, case.v))
         scores = (case.q[row].float().unsqueeze(0) * k).sum(-1) * SCALE
         out[row] = (scores.softmax(0).unsqueeze(-1) * v).sum(0)
     return out
