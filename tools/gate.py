@@ -69,7 +69,7 @@ def config_of(args: argparse.Namespace, series: Series) -> Config:
     parse_arguments(server_args)
     floor = (0 if args.short else 1) if args.floor is None else args.floor
     if floor < 0:
-        raise UsageError(f"--floor {floor}: must be 0 or more")
+        raise UsageError(f"--floor {floor}: must be 0 or more", remedy="2 is enough, 4 are advised on a GPU")
     return Config(
         model=args.model.resolve(),
         python=args.python,
