@@ -13,6 +13,9 @@ from q4kit.report import Report, Table
 SERIES_APPLIED = 11
 """Exit code of `series.py status` for an applied series (docs/SERIES.md)."""
 
+READER_LINE = "PLE rows: "
+"""How the log line begins that names the open row reader (patch 0013)."""
+
 
 @dataclass(frozen=True)
 class Step:
@@ -41,10 +44,20 @@ def _load(path: Path) -> dict[str, Any] | None:
     return data if isinstance(data, dict) else None
 
 
+def _reader(log: Path) -> str:
+    """Return what the server's log says of the reader that serves the table's rows; empty without the line."""
+    try:
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return ""
+    return next((line.partition(READER_LINE)[2] for line in lines if READER_LINE in line), "")
+
+
 def build(results: Path) -> tuple[Report, int]:
     """Return the report over the files in `results`, and 0 when every step came out as it must, else 1.
 
-    Every step needs `STEM.json` (the tool's --json) and `STEM.exit` (its exit code); a missing file is a failed step.
+    The server's log must say that the table is read from disk. Every step needs `STEM.json` (the tool's --json) and
+    `STEM.exit` (its exit code); a missing file is a failed step.
     """
     table = Table(["step", "what it shows", "expected", "found", "evidence", "holds"])
     failed: list[str] = []
@@ -53,6 +66,12 @@ def build(results: Path) -> tuple[Report, int]:
     table.add("series", "the patches are on the installed SGLang", "applied", series.get("state"), "", applied)
     if not applied:
         failed.append("series")
+    reader = _reader(results / "patched.log")
+    table.add(
+        "disk", "the n-gram table is served from disk", "a row reader", reader or "none in the log", "", bool(reader)
+    )
+    if not reader:
+        failed.append("disk")
     for step in STEPS:
         data = _load(results / f"{step.stem}.json") or {}
         try:

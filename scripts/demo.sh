@@ -45,17 +45,18 @@ say "1/3 stock: record the reference twice; the two give the noise floor"
   --run "'$py' tools/logprob_diff.py record --base-url \$Q4_BASE_URL --like '$r/before.jsonl.gz' --out '$r/again.jsonl.gz'"
 "$py" tools/logprob_diff.py floor "$r/before.jsonl.gz" "$r/again.jsonl.gz" --out "$r/floor.jsonl.gz" --json "$r/floor.json"
 
-say "2/3 patched: chat smoke test, oracle, needle, bench"
+disk=(-- --ple-offload-embedding --ple-offload-backend nvme)
+say "2/3 patched, with the n-gram table on disk: chat smoke test, oracle, needle, bench"
 set +e
 "${serve[@]}" --model "$out/model" --log "$r/patched.log" --keep-going \
   --run "'$py' tools/chat_smoke.py --base-url \$Q4_BASE_URL --json '$r/chat.json'; echo \$? >'$r/chat.exit'" \
   --run "'$py' tools/logprob_diff.py compare '$r/before.jsonl.gz' --base-url \$Q4_BASE_URL --floor '$r/floor.jsonl.gz' --json '$r/oracle.json'; echo \$? >'$r/oracle.exit'" \
   --run "'$py' tools/needle_test.py --base-url \$Q4_BASE_URL --lengths 2048 --grid 3 --expect none --json '$r/needle.json' --md '$r/needle.md'; echo \$? >'$r/needle.exit'" \
-  --run "'$py' tools/bench_speed.py run --base-url \$Q4_BASE_URL --contexts 101 421 --tokens 64 --repeats 3 --text words --json '$r/bench.json' --md '$r/bench.md'; echo \$? >'$r/bench.exit'"
+  --run "'$py' tools/bench_speed.py run --base-url \$Q4_BASE_URL --contexts 101 421 --tokens 64 --repeats 3 --text words --json '$r/bench.json' --md '$r/bench.md'; echo \$? >'$r/bench.exit'" "${disk[@]}"
 
 say "3/3 the planted fault: the oracle must see it"
 "${serve[@]}" --model "$out/faulty" --log "$r/faulty.log" --keep-going \
-  --run "'$py' tools/logprob_diff.py compare '$r/before.jsonl.gz' --base-url \$Q4_BASE_URL --floor '$r/floor.jsonl.gz' --vary model.weights --json '$r/fault-oracle.json'; echo \$? >'$r/fault-oracle.exit'"
+  --run "'$py' tools/logprob_diff.py compare '$r/before.jsonl.gz' --base-url \$Q4_BASE_URL --floor '$r/floor.jsonl.gz' --vary model.weights --json '$r/fault-oracle.json'; echo \$? >'$r/fault-oracle.exit'" "${disk[@]}"
 set -e
 
 say "report after $((SECONDS - started)) s: $out/report.md"

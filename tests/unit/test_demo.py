@@ -16,6 +16,9 @@ def results(tmp_path: Path) -> Path:
     for step in STEPS:
         (tmp_path / f"{step.stem}.json").write_text(json.dumps({"verdict": step.verdict, "evidence": "seen"}))
         (tmp_path / f"{step.stem}.exit").write_text(f"{step.exit_code}\n")
+    (tmp_path / "patched.log").write_text(
+        "[2026-01-01 00:00:00] PLE rows: pread (auto asked for), 8 rows of 160 B in 1 file(s)\n"
+    )
     return tmp_path
 
 
@@ -48,3 +51,14 @@ def test_an_unapplied_series_fails(results: Path) -> None:
     (results / "series.json").write_text(json.dumps({"state": "drifted"}))
     report, code = build(results)
     assert (code, report.data["failed"]) == (1, ["series"])
+
+
+def test_a_server_that_held_the_table_in_memory_fails(results: Path) -> None:
+    assert "pread (auto asked for), 8 rows of 160 B" in build(results)[0].text()
+    for log in ("Uvicorn running\n", None):
+        if log is None:
+            (results / "patched.log").unlink()
+        else:
+            (results / "patched.log").write_text(log)
+        report, code = build(results)
+        assert (code, report.data["failed"]) == (1, ["disk"])
