@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Ask a running server one chat question three times (whole, again, streamed): answers must be well formed and equal.
 
-Exit codes: 0 holds, 1 an answer is wrong or differs, 2 usage, 4 the server failed.
+Exit codes: 0 holds, 1 an answer is wrong or differs, 2 usage, 4 the server failed, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from q4kit import smoke
+from q4kit import exit_codes, smoke
 from q4kit.errors import Q4Error
 from q4kit.report import dump_json, write_json
 from q4kit.server.client import Client
@@ -31,6 +31,8 @@ def main(argv: list[str] | None = None) -> int:
     except Q4Error as error:
         print(error.render(), file=sys.stderr)
         return error.exit_code
+    except KeyboardInterrupt:
+        return exit_codes.INTERRUPTED
     print(dump_json(report.to_json()) if str(args.json) == "-" else report.text(), end="")
     return code
 
