@@ -6,9 +6,11 @@ import errno
 import json
 import os
 import re
+import typing
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import ple_checkpoints
 import pytest
 import tiny_qwen4
@@ -16,6 +18,11 @@ import torch
 from ple_checkpoints import SHARD, loaded, ple_modules
 from qwen4_modules import runtime
 from sglang.srt import runtime_context
+from sglang.srt.arg_groups import model_path_hook
+from sglang.srt.arg_groups.choices import LOAD_FORMAT_CHOICES
+from sglang.srt.arg_groups.fields.exec_ import ExecOffload
+from sglang.srt.arg_groups.overrides import model_config_of
+from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 
 NVME = ("--ple-offload-backend", "nvme")
 FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
@@ -61,12 +68,63 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
         (("--no-ple-offload-embedding",), "requires --ple-offload-embedding"),
         (("--weight-loader-disable-mmap",), "remove that flag"),
         (("--delete-ckpt-after-loading",), "--delete-ckpt-after-loading"),
+        (("--device", "xpu"), "got --device xpu: remove"),
+        (("--device", "npu"), "got --device npu: remove"),
+        (("--weight-loader-prefetch-checkpoints",), "remove that flag"),
+        (("--weight-cache-mode", "client"), "set --weight-cache-mode off"),
+        (("--checkpoint-engine-wait-weights-before-ready",), "remove --checkpoint-engine-wait-weights-before-ready"),
     ],
 )
 def test_wrong_combinations_name_the_remedy(config: Path, flags: tuple[str, ...], named: str) -> None:
     with pytest.raises(ValueError, match="--ple-offload-backend nvme") as error, runtime(config, *NVME, *flags):
         pass
     assert named in str(error.value)
+
+
+def test_a_rocm_gpu_is_refused(config: Path) -> None:
+    with (
+        runtime_context.override_platform(is_hip=True),
+        pytest.raises(ValueError, match=r"--ple-offload-backend nvme copies rows to an NVIDIA GPU .* got a ROCm GPU"),
+        runtime(config, *NVME, "--device", "cuda"),
+    ):
+        pass
+
+
+LOCAL_SAFETENSORS = {"auto", "safetensors"}
+
+
+@pytest.mark.parametrize("load_format", [f for f in LOAD_FORMAT_CHOICES if f not in LOCAL_SAFETENSORS])
+def test_load_formats_that_do_not_pass_over_shards_are_refused(config: Path, load_format: str) -> None:
+    with (
+        pytest.raises(ValueError, match=f"--ple-offload-backend nvme .* --load-format {load_format} ") as error,
+        runtime(config, *NVME, "--load-format", load_format),
+    ):
+        pass
+    assert "--load-format auto or safetensors" in str(error.value)
+
+
+@pytest.mark.parametrize("load_format", sorted(LOCAL_SAFETENSORS))
+def test_local_safetensors_are_served(config: Path, load_format: str) -> None:
+    with runtime(config, *NVME, "--load-format", load_format) as active:
+        assert active.server_args.load_format == load_format
+
+
+@pytest.mark.parametrize(("predicate", "chosen"), [("is_remote_url", "remote"), ("check_gguf_file", "gguf")])
+def test_a_load_format_chosen_for_the_path_is_refused(
+    config: Path, monkeypatch: pytest.MonkeyPatch, predicate: str, chosen: str
+) -> None:
+    """What SGLang resolves a remote or GGUF model path to, late in the resolution of the arguments."""
+    monkeypatch.setattr(model_path_hook, predicate, lambda path: True)
+    with pytest.raises(ValueError, match=f"--load-format {chosen} "), runtime(config, *NVME):
+        pass
+
+
+def test_help_names_what_the_backend_needs() -> None:
+    (field,) = [f for f in msgspec.structs.fields(ExecOffload) if f.name == "ple_offload_backend"]
+    (arg,) = [a for a in typing.get_type_hints(ExecOffload, include_extras=True)[field.name].__metadata__]
+    assert "'nvme'" in arg.help
+    assert "any device" not in arg.help
+    assert "NVIDIA GPUs and CPUs" in arg.help
 
 
 def test_a_reader_without_the_backend_is_refused(config: Path) -> None:
@@ -205,6 +263,49 @@ def test_a_flat_table_of_another_scale_is_refused(tmp_path: Path) -> None:
 def test_a_second_load_is_refused(checkpoint: Path) -> None:
     with loaded(checkpoint, *NVME) as model, pytest.raises(ValueError, match="restart the server"):
         model.load_weights(ple_checkpoints.tensors(checkpoint))
+
+
+def state(model: Any) -> dict[str, bytes]:
+    """Return the bytes of every parameter and buffer; some are never written, so they may hold NaN."""
+    return {name: t.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for name, t in model.state_dict().items()}
+
+
+UPDATES = {
+    "disk": lambda updater, directory, weights: updater.update_weights_from_disk(str(directory), "auto"),
+    "tensor": lambda updater, directory, weights: updater.update_weights_from_tensor(weights),
+    "distributed": lambda updater, directory, weights: updater.load_weights_from_distributed(weights),
+    "ipc": lambda updater, directory, weights: updater.update_weights_from_ipc(None),
+}
+
+
+@pytest.mark.parametrize("source", UPDATES)
+def test_an_online_update_is_refused_before_it_touches_a_weight(checkpoint: Path, tmp_path: Path, source: str) -> None:
+    """SGLang's own updater, its usual answer (success, message), and a server that goes on as it was."""
+    other = ple_checkpoints.write(tmp_path / "other")
+    ple_checkpoints.edit(other, lambda tensors: tensors.update({k: v + 1 for k, v in tensors.items() if "norm" in k}))
+    with loaded(checkpoint, *NVME) as model:
+        config = runtime_context.get_server_args()
+        updater = WeightUpdater(
+            tp_rank=0,
+            device="cpu",
+            gpu_id=0,
+            model_config=model_config_of(config),
+            custom_weight_loaders={},
+            get_model=lambda: model,
+            update_model_fields=lambda *args, **kwargs: None,
+            recapture_cuda_graph=lambda: None,
+            get_model_runner=lambda: None,
+        )
+        embedding = ple_modules(model)[1].ngram_embedding
+        ids, seq_ids = torch.arange(32).reshape(2, 16), torch.arange(2)
+        rows, before = embedding(ids, seq_ids), state(model)
+        success, message = UPDATES[source](updater, other, list(ple_checkpoints.tensors(other)))
+        assert not success
+        assert "not supported with --ple-offload-backend nvme" in message
+        assert "Restart the server" in message
+        assert state(model) == before
+        assert updater.model_config.model_path == str(checkpoint)
+        assert torch.equal(bits(embedding(ids, seq_ids)), bits(rows))
 
 
 class Faulty:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import threading
+import weakref
 from array import array
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import ple_checkpoints
 import pytest
 import torch
@@ -64,6 +68,7 @@ def extend_batch(spans: list[tuple[list[int], int, int]]) -> SimpleNamespace:
         reqs=reqs,
         prefix_lens=[prefix for _, prefix, _ in spans],
         extend_lens=[length for _, _, length in spans],
+        mix_running_indices=None,
     )
 
 
@@ -134,7 +139,7 @@ def test_host_ids_equal_the_device_path_chunk_by_chunk(
         set_forward_context(previous)
 
 
-@pytest.mark.parametrize("reason", ["multimodal", "embeds", "device-token", "decode"])
+@pytest.mark.parametrize("reason", ["multimodal", "embeds", "device-token", "decode", "mixed", "empty"])
 def test_batches_the_host_does_not_know_are_left_to_the_forward(model: Any, reason: str) -> None:
     batch = extend_batch([([5, 6, 7], 0, 3)])
     assert model.stage_ple_rows(batch) is not None
@@ -144,9 +149,110 @@ def test_batches_the_host_does_not_know_are_left_to_the_forward(model: Any, reas
         batch.reqs[0].input_embeds = [[0.0]]
     elif reason == "device-token":
         batch.extend_lens = [4]
+    elif reason == "mixed":
+        batch.mix_running_indices = torch.tensor([1])
+    elif reason == "empty":
+        batch.extend_lens = [0]
     else:
         batch.forward_mode = ForwardMode.DECODE
     assert model.stage_ple_rows(batch) is None
+
+
+def test_a_mixed_batch_takes_the_ids_of_the_device(model: Any, pool: Pool) -> None:
+    """A decode row joins a chunk while its last step, which accepts two drafts, is in flight: the host still has it two
+    tokens back, and a window built there is of other rows than the forward hashes to."""
+    known, committed = [5, 6, 7, 8], [5, 6, 7, 8, 9, 10]
+    batch = extend_batch([([20, 21, 22], 0, 3), (known, 3, 1)])
+    batch.mix_running_indices = torch.tensor([2])
+    staged = model.stage_ple_rows(batch)
+    # The device: the committed history of the tail, and the tail's newest token.
+    live_spans = extend_batch([([20, 21, 22], 0, 3), (committed, 5, 1)])
+    pool.ngrams.context[2] = torch.tensor(committed[3:5])
+    live, forward = device_batch(live_spans)
+    forward.ple_staged_rows = staged
+    for module in ple_modules(model).values():
+        served = module(live, forward)
+        expected = module.ngram_embedding(module.compute_ngram_ids(live), live.req_indices).flatten(-2)
+        assert torch.equal(served.view(torch.int16), expected.view(torch.int16))
+
+
+def test_a_request_without_tokens_takes_no_rows(model: Any) -> None:
+    batch = extend_batch([([5, 6, 7], 3, 0), ([8, 9], 0, 2)])
+    contexts, seq_ids = qwen4_exp.extend_windows(batch, HISTORY + 1, EOS)
+    assert contexts.tolist() == [[EOS, EOS, 8], [EOS, 8, 9]]
+    assert seq_ids.tolist() == [1, 1]
+
+
+def ple_nvme() -> Any:
+    return importlib.import_module("sglang.srt.models.qwen4_exp_ple_nvme")
+
+
+class CountedBlocks:
+    """`torch` with the host blocks that `empty` makes counted, and the most rows that were alive at once."""
+
+    def __init__(self) -> None:
+        self.blocks: list[Any] = []
+        self.peak = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def empty(self, shape: tuple[int, int], dtype: torch.dtype, pin_memory: bool = False) -> torch.Tensor:
+        assert dtype == torch.uint8
+        assert not pin_memory
+        block = np.empty(shape, dtype=np.uint8)  # alive as long as the tensor's storage
+        self.blocks.append((shape[0], weakref.ref(block)))
+        self.peak = max(self.peak, sum(rows for rows, alive in self.blocks if alive() is not None))
+        return torch.from_numpy(block)
+
+    def empty_like(self, like: torch.Tensor, device: torch.device) -> torch.Tensor:
+        return self.empty(tuple(like.shape), like.dtype)
+
+
+@pytest.mark.parametrize(("largest_chunk", "biggest_block"), [(1000, 1000), (900, 1800), (None, 1280)])
+def test_staging_grows_in_few_steps_and_never_holds_two_blocks(
+    monkeypatch: pytest.MonkeyPatch, largest_chunk: int | None, biggest_block: int
+) -> None:
+    """Up to the largest chunk, where one is set; the decode rows of a mixed batch may exceed it."""
+    counted = CountedBlocks()
+    monkeypatch.setattr(ple_nvme(), "torch", counted)
+    stager = ple_nvme().PleRowStager(lambda ids, out, seqs: {}, 4, largest_chunk, torch.device("cpu"))
+    batches = []  # a batch outlives its forward by two steps, and its staged rows with it
+    for rows in range(10, 1001, 10):
+        for _ in range(stager.NUM_SLOTS):
+            batches.append(stager.submit(torch.zeros((rows, 1), dtype=torch.int64), torch.zeros(rows)))
+            with batches[-1].wait() as (staged, _):
+                assert staged.shape == (rows, 1, 4)
+            del staged
+    sizes = [rows for rows, _ in counted.blocks]
+    assert max(sizes) == biggest_block
+    assert len(sizes) <= stager.NUM_SLOTS * 9  # 10, 20, 40, ..., 1280: not a block for each of the 100 sizes
+    assert counted.peak == stager.NUM_SLOTS * biggest_block
+
+
+def test_the_device_block_goes_before_a_bigger_one_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = CountedBlocks()
+    monkeypatch.setattr(ple_nvme(), "torch", counted)
+    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+    slot = ple_nvme()._Slot(4, None, torch.device("cpu"))
+    events = SimpleNamespace(wait_event=lambda event: None, record=lambda stream: None)
+    slot.copied = slot.consumed = events
+    for rows in (10, 20, 30):
+        slot.host = torch.empty((rows, 4), dtype=torch.uint8)
+        on_device = slot.upload(rows, events)
+        assert on_device.shape == (rows, 4)
+        del on_device
+    assert [rows for rows, _ in counted.blocks] == [10, 20, 30]
+    assert counted.peak == 30
+
+
+def test_rows_are_consumed_once(model: Any) -> None:
+    """Their slot may hold another forward's rows afterwards."""
+    embedding = ple_modules(model)[1].ngram_embedding
+    staged = embedding.stage(torch.zeros((1, 16), dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
+    embedding.consume(staged)
+    with pytest.raises(RuntimeError, match="consumed before"):
+        embedding.consume(staged)
 
 
 class Gated:

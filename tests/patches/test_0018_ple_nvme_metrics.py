@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import ple_checkpoints
 import pytest
@@ -13,6 +14,8 @@ import torch
 from ple_checkpoints import loaded, ple_modules
 from prometheus_client import REGISTRY
 from sglang.srt import runtime_context
+from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_components import metrics_reporter
 from sglang.srt.managers.scheduler_components.metrics_reporter import SchedulerMetricsReporter
 from sglang.srt.observability.metrics_collector import SchedulerMetricsCollector
@@ -83,6 +86,41 @@ def test_counters_are_what_was_read(model: Any, collector: Any, clock: Clock) ->
     assert counter("unique_rows") - before["unique_rows"] == 80
     assert counter("wait_seconds") > before["wait_seconds"]
     assert counter("rows") == model.ple_read_stats()["rows"]
+
+
+@pytest.mark.parametrize("fully_idle", [False, True])
+def test_the_last_steps_before_a_pause_are_exported_and_logged(
+    model: Any,
+    collector: Any,
+    clock: Clock,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    fully_idle: bool,
+) -> None:
+    """The last batch comes within the second, and no other follows: the idle scheduler reports it."""
+    monkeypatch.setenv("SGLANG_QWEN4_PLE_NVME_LOG_INTERVAL_S", "10")
+    made = reporter(model, collector, clock)
+    made._ple_logged = (clock.now, model.ple_read_stats())
+    made.report_ple_reads()
+    before = counter("rows")
+    read(model, 10)
+    clock.now += 0.2
+    made.report_ple_reads()
+    assert counter("rows") == before, "exported again within a second"
+    scheduler = mock.MagicMock(_last_stall_publish_ts=0.0, enable_hicache_storage=False, enable_lmcache=False)
+    scheduler.disaggregation_mode = DisaggregationMode.NULL
+    scheduler.is_fully_idle.return_value = fully_idle
+    scheduler.metrics_reporter.report_ple_reads = made.report_ple_reads
+    scheduler.invariant_checker._check_all_pools.return_value = (False, [])
+    scheduler.token_to_kv_pool_allocator.verify_byte_accounting.return_value = []
+    clock.now += 0.8
+    Scheduler.on_idle(scheduler)
+    assert counter("rows") - before == 160
+    with caplog.at_level(logging.INFO, metrics_reporter.__name__):
+        clock.now += 9.0
+        Scheduler.on_idle(scheduler)
+    (line,) = caplog.messages
+    assert "16 rows/s" in line
 
 
 def test_a_line_is_logged_at_the_interval(
