@@ -51,7 +51,7 @@ class Machine:
     model_disk: Disk | None
     run_disk: Disk | None
     series: str
-    """State of the series in the environment, e.g. "applied"."""
+    """State of the series in the environment; "applied" only for the whole of it."""
     systemd: str
     """"" where systemd-run can make a scope, else why not."""
     port_free: bool
@@ -141,7 +141,10 @@ def series_state(python: str) -> str:
     from q4kit.errors import Q4Error
 
     try:
-        return str(series.status(series.installed_target(python)).state)
+        found = series.status(series.installed_target(python))
+        if found.state == "applied" and found.prefix < found.length:
+            return f"applied, {found.prefix} of {found.length} patches"
+        return str(found.state)
     except (Q4Error, OSError, ValueError, RuntimeError) as error:
         return f"unknown: {error}"
 

@@ -56,6 +56,7 @@ def test_a_good_machine_and_checkpoint_pass_every_check(checkpoint: Path) -> Non
 @pytest.mark.parametrize(
     ("change", "name", "words"),
     [
+        ({"series": "applied, 5 of 19 patches"}, "series", "5 of 19"),
         ({"gpu": "nvidia-smi is not installed"}, "GPU", "not installed"),
         ({"gpu": Gpu("x", "570.12", 24564, 24210)}, "driver", "570.12"),
         ({"gpu": Gpu("x", "soon", 24564, 24210)}, "driver", "soon"),
@@ -285,6 +286,25 @@ def test_rotational_is_read_from_the_disk_above_a_partition(tmp_path: Path) -> N
     (tmp_path / "sda" / "queue" / "rotational").write_text("1\n")
     assert facts._rotational(tmp_path / "sda" / "sda1") is True
     assert facts._rotational(tmp_path / "nothing" / "here") is None
+
+
+def test_half_a_series_is_not_applied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The flags of the profiles need all patches."""
+    from q4kit import series
+
+    def found(state: str, prefix: int) -> str:
+        status = series.SeriesStatus(state, prefix, 19, "x", "y")  # type: ignore[arg-type]
+        monkeypatch.setattr(series, "status", lambda target: status)
+        monkeypatch.setattr(series, "installed_target", lambda python: python)
+        return facts.series_state("python")
+
+    assert found("applied", 19) == "applied"
+    assert found("applied", 5) == "applied, 5 of 19 patches"
+    assert found("drifted", -1) == "drifted"
+
+
+def test_an_environment_without_sglang_is_told(tmp_path: Path) -> None:
+    assert facts.series_state(str(tmp_path / "no-python")).startswith("unknown: ")
 
 
 def test_a_taken_port_is_seen() -> None:
