@@ -112,6 +112,9 @@ def run(args: argparse.Namespace) -> int:
     )
     shape, settings = chosen or (None, None)
     checks = preflight.check(profile, machine, checkpoint, shape, settings, memory_max=memory_max, accept=args.accept)
+    unknown = sorted(set(args.accept) - {c.name for c in checks})
+    if unknown:
+        raise UsageError(f"--accept {unknown[0]!r}", remedy=f"one of: {', '.join(sorted({c.name for c in checks}))}")
     print(f"profile {profile.name}: {profile.what}\n")
     print(preflight.table(checks).text())
     if settings is not None:
