@@ -69,9 +69,9 @@ def test_readers_give_planted_rows_zeros_between_them_and_nothing_past_the_end(
         pytest.skip(str(error))
     with reader:
         # What an offset cut to 32 bits would read instead of the far rows.
-        wrapped = [(row * ROW_BYTES % FAR) // ROW_BYTES for row in CHOSEN[2:]]
+        wrapped = {(row * ROW_BYTES % FAR) // ROW_BYTES for row in CHOSEN[2:]} - planted.keys()
+        assert len(wrapped) >= 3
         holes = [1, 26_843_547, 300_000_000, *wrapped]
-        assert not set(holes) & set(planted)
         ids = np.array([*planted, *holes], np.int64)
         out = np.full((len(ids), ROW_BYTES), 0xAA, np.uint8)
         reader.read_rows(ids, out)
