@@ -134,9 +134,10 @@ class Gate:
         record = self._record(prefix, outcome="failed", stage="boot")
         before = _gpu_used_mib()
         with trees.at_prefix(tree, self.series, prefix, self.config.plant) as path:
+            start = time.monotonic()
             try:
                 with self._launch(name, path) as server:
-                    record = replace(record, stage="oracle", boot_s=time.monotonic() - began)
+                    record = replace(record, stage="oracle", boot_s=time.monotonic() - start)
                     with Client(server.base_url) as client:
                         recording = self._oracle(client, prefix)
                         if self._reference() in (None, prefix):
