@@ -88,7 +88,7 @@ def test_domains_by_both_routes_count_the_same_prompt(client: Client, api: Api) 
 def test_tool_writes_every_format_and_verify_reads_it_back(server: ServerProcess, tmp_path: Path) -> None:
     out = {k: tmp_path / f"b.{k}" for k in ("json", "md", "csv", "png")}
     done = bench(
-        "run", "--base-url", server.base_url, "-c", "101", "-n", "6", "-r", "3", "-q", "--no-warmup",
+        "run", "--base-url", server.base_url, "-c", "101", "-n", "6", "-r", "5", "-q", "--no-warmup",
         "--json", str(out["json"]), "--md", str(out["md"]), "--csv", str(out["csv"]), "--plot", str(out["png"]),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -98,7 +98,7 @@ def test_tool_writes_every_format_and_verify_reads_it_back(server: ServerProcess
     assert out["png"].read_bytes().startswith(b"\x89PNG")
     data = json.loads(out["json"].read_text())
     assert data["provenance"]["sglang"]["version"] == "0.5.23"
-    assert len(data["points"][0]["samples"]) == 3
+    assert len(data["points"][0]["samples"]) == 5
     assert str(tmp_path) not in out["json"].read_text()
 
     ledger = tmp_path / "claims.toml"
