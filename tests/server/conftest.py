@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,13 +36,13 @@ def tiny_model() -> Path:
 
 @pytest.fixture(scope="session")
 def start_server(tmp_path_factory: pytest.TempPathFactory) -> Launcher:
-    """Return a function that starts another server: `with start_server(model, *flags, env={...}) as
-    server`.
+    """Return a function that starts another server: `with start_server(model, *flags, env={...}) as server`;
+    `prefix` goes in front of its command.
     """
     logs = tmp_path_factory.mktemp("server-logs")
     count = 0
 
-    def start(model: Path, *flags: str, env: dict[str, str] | None = None) -> ServerProcess:
+    def start(model: Path, *flags: str, env: dict[str, str] | None = None, prefix: Sequence[str] = ()) -> ServerProcess:
         nonlocal count
         count += 1
         return launch(
@@ -52,6 +52,7 @@ def start_server(tmp_path_factory: pytest.TempPathFactory) -> Launcher:
             extra_args=flags,
             env=env,
             log_path=logs / f"server-{count}.log",
+            prefix=prefix,
         )
 
     return start
