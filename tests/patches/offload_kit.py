@@ -43,14 +43,16 @@ def nbytes(module: torch.nn.Module, names: set[str] | None = None) -> int:
 
 
 class CopyMeter(TorchDispatchMode):
-    """Add up the bytes of host-to-device copies."""
+    """Add up the bytes of host-to-device copies, and note the addresses they read."""
 
     def __init__(self) -> None:
         super().__init__()
         self.bytes = 0
+        self.sources: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if func is torch.ops.aten._to_copy.default and args[0].device == HOST and out.device == CUDA:
             self.bytes += out.numel() * out.element_size()
+            self.sources.add(args[0].untyped_storage().data_ptr())
         return out

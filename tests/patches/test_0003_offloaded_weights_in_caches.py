@@ -12,7 +12,7 @@ import qwen4_modules
 import tiny_qwen4
 import torch
 from fake_cuda import CUDA, HOST
-from offload_kit import model_on_device, on_host
+from offload_kit import CopyMeter, model_on_device, on_host
 from sglang.srt.models import qwen3_5
 from sglang.srt.utils.offloader import OffloaderV1
 
@@ -70,6 +70,49 @@ def test_resident_projections_are_still_packed(layers: list[torch.nn.Module]) ->
     assert gdn._fused_in_proj_weight.shape == (rows, 64)
     qkvz, ba = InputProjection(gdn)(torch.ones(1, 64, dtype=torch.bfloat16, device=CUDA))
     assert qkvz.shape[1] + ba.shape[1] == rows
+
+
+@pytest.mark.red_on_stock
+@pytest.mark.parametrize("last", ["in_proj_qkvz.weight", "in_proj_ba.weight"], ids=["split", "both"])
+def test_offloaded_projections_follow_a_weight_update(layers: list[torch.nn.Module], last: str) -> None:
+    """What the GEMMs read after an update is copied from the updated host memory, none of it from a cache."""
+    gdn = layers[0].linear_attn
+    (projection,) = OffloaderV1(budget_for(gdn, last)).wrap_modules(iter([InputProjection(gdn)]))
+    gdn.finalize_fused_in_proj()
+    x = torch.ones(1, 64, dtype=torch.bfloat16, device=CUDA)
+    projection(x)
+    for parameter in (gdn.in_proj_qkvz.weight, gdn.in_proj_ba.weight):
+        parameter.data = torch.empty_like(parameter.data)
+    with CopyMeter() as meter:
+        projection(x)
+    updated = {
+        gdn.get_parameter(name).untyped_storage().data_ptr() for name in on_host(gdn) if name.startswith("in_proj")
+    }
+    assert updated
+    assert updated <= meter.sources
+    assert gdn._fused_in_proj_weight is None
+
+
+def test_packed_projections_follow_a_weight_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loaders write in place, and the resident projections are views of the packed weight: real numbers, on the CPU."""
+    monkeypatch.setattr(qwen3_5, "_is_cuda", True)
+    monkeypatch.setattr(qwen3_5, "bf16_gemm_dispatch", torch.nn.functional.linear)
+    with qwen4_modules.runtime(tiny_qwen4.write_config(tmp_path), *qwen4_modules.TEXT_ONLY) as runtime:
+        gdn = runtime.build_model().model.layers[0].linear_attn
+        with monkeypatch.context() as on_device:
+            on_device.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True), raising=False)
+            gdn.finalize_fused_in_proj()
+        assert gdn._fused_in_proj_weight is not None
+        x = torch.randn(2, 64, dtype=torch.bfloat16)
+        for seed in (1, 2):  # the first load, and an update
+            generator = torch.Generator().manual_seed(seed)
+            weights = [
+                torch.randn(p.weight.shape, generator=generator).bfloat16() for p in (gdn.in_proj_qkvz, gdn.in_proj_ba)
+            ]
+            for projection, weight in zip((gdn.in_proj_qkvz, gdn.in_proj_ba), weights, strict=True):
+                projection.weight.data.copy_(weight)
+            for got, weight in zip(gdn._forward_input_proj(x), weights, strict=True):
+                torch.testing.assert_close(got, torch.nn.functional.linear(x, weight))
 
 
 @pytest.fixture

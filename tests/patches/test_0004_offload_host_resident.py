@@ -75,6 +75,34 @@ def test_a_layer_entirely_on_the_host_is_left_alone(ple_layer: Any) -> None:
     assert (offloader._cpu_offload_bytes, module.forward) == (0, forward)
 
 
+class Tied(torch.nn.Module):
+    """A layer of one parameter, which another layer may own as well, and one of its own."""
+
+    def __init__(self, shared: torch.nn.Parameter, *, own: bool) -> None:
+        super().__init__()
+        self.shared = shared
+        self.own = torch.nn.Parameter(torch.empty(4, device=CUDA), requires_grad=False) if own else None
+
+    def forward(self) -> set[torch.device]:
+        return {parameter.device for parameter in self.parameters()}
+
+
+@pytest.mark.red_on_stock
+@pytest.mark.parametrize("own", [True, False], ids=["with its own", "nothing but shared"])
+@pytest.mark.parametrize("budget", [1, GIB], ids=["spent on the first layer", "large"])
+def test_a_parameter_that_an_earlier_layer_took_along_is_not_host_resident(
+    ple_layer: Any, own: bool, budget: int
+) -> None:
+    """The offloader moved it, not the model: every layer that shares it gets it on the device, and it counts once."""
+    shared = torch.nn.Parameter(torch.empty(4, device=CUDA), requires_grad=False)
+    offloader = OffloaderV1(budget)
+    layers = offloader.wrap_modules(Tied(shared, own=own) for _ in range(2))
+    assert shared.device == HOST
+    assert offloader._cpu_offload_bytes == nbytes(torch.nn.ModuleList(layers), on_host(torch.nn.ModuleList(layers)))
+    assert [layer() for layer in layers] == [{CUDA}, {CUDA}]
+    assert shared.device == HOST
+
+
 @pytest.mark.red_on_stock
 def test_both_offloads_are_accepted_together(tmp_path: Path) -> None:
     flags = ("--cpu-offload-gb=1", "--ple-offload-embedding", *qwen4_modules.TEXT_ONLY)

@@ -7,6 +7,9 @@ them, the offloader's hook and the decorated functions are SGLang's own. tests/g
 from __future__ import annotations
 
 import gc
+import os
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from operator import attrgetter
@@ -168,3 +171,50 @@ def test_breaks_without_offload_are_recorded_as_they_are(layer: Any, weak_views:
     graph.replay()
     assert (len(calls), out.shape) == (2, (2,))
     assert len(weak_views.originals) == 1, "only the argument"
+
+
+COMPILED = """
+import torch
+from torch._dynamo.testing import CompileCounter
+from torch._dynamo.utils import counters
+
+from sglang.srt.utils import offloader
+
+
+class ClaimsMeta(torch.nn.Parameter):
+    device = property(lambda self: torch.device("meta"))
+
+
+class Mlp(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = (torch.nn.Linear(4, 4, bias=False, device=d) for d in ("cpu", "meta"))
+
+    def forward(self, x):
+        return self.down(torch.relu(self.up(x)))
+
+
+mlp = Mlp()
+weight = mlp.up.weight
+mlp.up.weight = ClaimsMeta(weight.data, requires_grad=False)
+offloader.OffloaderV1(1).wrap_modules(iter([mlp]))
+mlp.up.weight = weight  # offloaded from "meta", where tensors have no values but may be compiled without a GPU
+counter = CompileCounter()
+out = torch.compile(mlp, backend=counter)(torch.ones(2, 4, device="meta"))
+assert out.device.type == "meta" and counter.op_count == 3, (out.device, counter.op_count)
+breaks = [reason for reason in counters["graph_break"] if "ContextVar" in reason]
+assert breaks == [], breaks
+
+plain = torch.nn.Linear(4, 4, bias=False)
+replaced, x = torch.randn(4, 4), torch.randn(2, 4)
+offloader._hook_module_forward_raw(plain, lambda: None, lambda: {"weight": replaced})
+compiled = torch.compile(plain, backend="eager", fullgraph=True)
+assert torch.equal(compiled(x), torch.nn.functional.linear(x, replaced))
+"""
+
+
+def test_under_torch_compile_the_hook_is_a_plain_functional_call() -> None:
+    """Dynamo cannot set a ContextVar: the hooks of both offloaders must not break the graph, as stock's do not."""
+    environment = {name: value for name, value in os.environ.items() if name != "TORCHDYNAMO_DISABLE"}
+    done = subprocess.run([sys.executable, "-c", COMPILED], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]

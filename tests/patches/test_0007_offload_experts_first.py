@@ -13,6 +13,7 @@ import tiny_qwen4
 import torch
 from fake_cuda import CUDA
 from offload_kit import CopyMeter, model_on_device, nbytes, on_host
+from sglang.srt.layers.moe import fused_moe_triton
 from sglang.srt.utils import offloader as offloader_module
 from sglang.srt.utils.offloader import OffloaderV1
 
@@ -49,7 +50,11 @@ def sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """Return the bytes of all routed experts and of everything else in the layers of the mid-size model."""
     with offloaded_model(tmp_path, monkeypatch, 0, **MID_SIZE) as (model, _):
         layers = model.model.layers
-        return {"experts": nbytes(layers, experts(layers)), "all": nbytes(layers)}
+        return {
+            "experts": nbytes(layers, experts(layers)),
+            "all": nbytes(layers),
+            "largest": max(nbytes(layers, {name}) for name in experts(layers)),
+        }
 
 
 @pytest.mark.red_on_stock
@@ -110,6 +115,66 @@ def test_the_experts_of_all_layers_are_never_on_the_device_together(
     with offloaded_model(tmp_path, monkeypatch, sizes["experts"], **MID_SIZE):
         pass
     assert max(resident) == sizes["experts"] // 12
+
+
+def device_bytes_while_building(
+    path: Path, monkeypatch: pytest.MonkeyPatch, budget: int, *, in_order: bool
+) -> list[int]:
+    """Return the weights on the device whenever a layer has just been built; `in_order`: with no expert preferred."""
+    resident: list[int] = []
+    build = OffloaderV1.wrap_modules
+
+    def watched(self: OffloaderV1, modules: Iterator[torch.nn.Module], **kwargs: Any) -> list[torch.nn.Module]:
+        built = torch.nn.ModuleList()
+
+        def watch() -> Iterator[torch.nn.Module]:
+            for module in modules:
+                built.append(module)
+                resident.append(nbytes(built) - nbytes(built, on_host(built)))
+                yield module
+
+        done = build(self, watch(), **kwargs)
+        resident.append(nbytes(built) - nbytes(built, on_host(built)))
+        return done
+
+    with monkeypatch.context() as patch:
+        patch.setattr(OffloaderV1, "wrap_modules", watched)
+        if in_order:  # as stock does it: no module counts as routed experts
+            patch.setattr(fused_moe_triton, "FusedMoE", type("Nothing", (), {}))
+        with offloaded_model(path, patch, budget, **MID_SIZE):
+            return resident
+
+
+@pytest.mark.parametrize("share", [0.3, 0.9, 1.02, 1.05, 2.0])
+def test_loading_needs_no_more_of_the_device_than_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sizes: dict[str, int], share: float
+) -> None:
+    """The order must not cost memory while loading, in particular where the budget takes more than the experts."""
+    budget = int(share * sizes["experts"])
+    first, in_order = (
+        device_bytes_while_building(tmp_path, monkeypatch, budget, in_order=order) for order in (False, True)
+    )
+    assert len(first) == len(in_order) == 13
+    # In order the last parameter to move may be an expert tensor, which overdraws the budget by up to its size.
+    overdraw = 0 if share == 2.0 else sizes["largest"]
+    assert all(a <= b + overdraw for a, b in zip(first, in_order, strict=True)), list(zip(first, in_order, strict=True))
+    assert max(first) < sizes["all"], "something was offloaded"
+
+
+@pytest.mark.red_on_stock
+def test_what_returned_to_the_device_is_whole_and_needs_no_hook(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sizes: dict[str, int]
+) -> None:
+    """Weights that made room for later experts are where and what they were, and cost no copy per forward."""
+    budget = sizes["experts"] // 4
+    with offloaded_model(tmp_path, monkeypatch, budget, **MID_SIZE) as (model, offloader):
+        layers = list(model.model.layers)
+        assert on_host(model.model.layers) <= experts(model.model.layers)
+        assert offloader._cpu_offload_bytes == nbytes(model.model.layers, on_host(model.model.layers))
+        assert {p.device for n, p in model.model.layers.named_parameters() if ".mlp.experts." not in n} == {CUDA}
+        hooked = [layer for layer in layers if "forward" in vars(layer)]
+        assert hooked == [layer for layer in layers if on_host(layer)]
+        assert 0 < len(hooked) < len(layers)
 
 
 @pytest.mark.parametrize("share", [0.5, 2.0], ids=["half of the experts", "everything"])

@@ -117,6 +117,19 @@ def test_fields_with_different_rows(no_cuda_capture: None) -> None:
 
 
 @pytest.mark.red_on_stock
+@pytest.mark.parametrize("tokens_per_request", [1, 4])
+def test_each_field_gets_a_buffer_of_its_own_rows(no_cuda_capture: None, tokens_per_request: int) -> None:
+    """Logits per request beside hidden states per token: a vocabulary-wide row per token would be wasted."""
+    backend = make_backend()
+    output = verify_output(3, tokens_per_request)
+    output.next_token_logits = output.next_token_logits[:3]
+    capture(backend, 3, lambda: output)
+    buffer = backend._shared_output_buffer
+    assert buffer.next_token_logits.shape == (3, VOCAB)
+    assert buffer.hidden_states.shape == (3 * tokens_per_request, HIDDEN)
+
+
+@pytest.mark.red_on_stock
 def test_attached_tensors_survive(no_cuda_capture: None) -> None:
     """The multi-layer draft extend attaches ``topk_p`` and ``topk_index`` and returns one output a step."""
     backend = make_backend()
@@ -181,8 +194,19 @@ def test_a_field_that_comes_and_goes_is_refused(no_cuda_capture: None) -> None:
 def test_more_rows_than_the_shared_buffer_are_refused(no_cuda_capture: None) -> None:
     backend = make_backend()
     capture(backend, 1, lambda: verify_output(1, 4))
-    with pytest.raises(ValueError, match=r"8 rows.* has 4"):
+    with pytest.raises(ValueError, match=r"LogitsProcessorOutput\.next_token_logits has 8 rows.* has 4"):
         capture(backend, 2, lambda: verify_output(2, 4))
+
+
+@pytest.mark.red_on_stock
+def test_the_field_that_does_not_fit_is_named(no_cuda_capture: None) -> None:
+    """The other field of the output does fit."""
+    backend = make_backend()
+    capture(backend, 2, lambda: verify_output(2, 1))
+    grown = verify_output(2, 1)
+    grown.hidden_states = torch.zeros(6, HIDDEN, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"LogitsProcessorOutput\.hidden_states has 6 rows.* has 2"):
+        capture(backend, 1, lambda: grown)
 
 
 def test_prefill_outputs_are_bounded_by_the_bucket_as_before(no_cuda_capture: None) -> None:

@@ -15,6 +15,7 @@ import torch
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 from sglang.srt.mem_cache import memory_pool
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MHATokenToKVPoolFP4
+from sglang.srt.model_executor import runner
 from torch.utils._python_dispatch import TorchDispatchMode
 
 HEADS, HEAD_DIM, TOKENS = 2, 16, 4
@@ -111,6 +112,18 @@ def test_unit_scale_launches_no_division(kv: tuple[torch.Tensor, torch.Tensor], 
     assert [name for name in launches.names if name.startswith(("div", "mul", "clone"))] == []
     for got, source in zip(stored(pool), kv, strict=True):
         assert torch.equal(got, source.to(torch.float8_e4m3fn).float())
+
+
+def test_a_captured_write_divides_by_a_tensor_that_may_change(
+    monkeypatch: pytest.MonkeyPatch, kv: tuple[torch.Tensor, torch.Tensor]
+) -> None:
+    """A graph outlives the value that the host knows: an online weight update writes into the same scale tensor."""
+    monkeypatch.setattr(runner, "get_is_capture_mode", lambda: True)
+    pool, layer = make_pool(), make_layer(1.0, 1.0)
+    with Launches() as launches:
+        write(pool, layer, *(t.clone() for t in kv), as_float=False)
+    assert len([name for name in launches.names if name.startswith("div")]) == 2
+    assert torch.equal(stored(pool)[0], kv[0].to(torch.float8_e4m3fn).float())
 
 
 @pytest.fixture

@@ -5,8 +5,12 @@ The view of pinned memory itself needs a GPU (tests/gpu); here it is a fake devi
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +19,7 @@ import tiny_qwen4
 import torch
 from fake_cuda import CUDA, HOST
 from offload_kit import CopyMeter, model_on_device, nbytes, on_host
+from sglang.srt.arg_groups import memory_hook
 from sglang.srt.utils import offloader as offloader_module
 from sglang.srt.utils.offloader import OffloaderV1
 
@@ -123,7 +128,94 @@ def test_pageable_memory_is_copied(layer: Any, monkeypatch: pytest.MonkeyPatch) 
     assert copied(layer, tokens=1) == nbytes(layer, on_host(layer))
 
 
-def test_the_argument_reaches_the_offloader(tmp_path: Path) -> None:
+def test_experts_under_another_name_are_still_read_in_place(layer: Any) -> None:
+    """LoRA wraps the experts after the offloader did: the names of their parameters change, the parameters do not."""
+    OffloaderV1(GIB, experts_in_place=True).wrap_modules(iter([layer]))
+    moved = nbytes(layer, on_host(layer) - expert_names(layer))
+    layer.mlp.experts = torch.nn.ModuleDict({"base_layer": layer.mlp.experts})
+    assert copied(layer, tokens=1) == moved
+
+
+COMPILED = """
+import torch
+from sglang.srt.utils import offloader
+
+views = []
+offloader._device_view = lambda pinned, device: views.append(pinned)
+experts = [torch.nn.Linear(4, 4)]
+experts[0].top_k, experts[0].num_local_experts = 2, 8
+
+
+def run(x):
+    return x + len(offloader._ids_to_read_in_place(experts, (x,)))
+
+
+x = torch.zeros(1, 4)
+assert run(x).unique().tolist() == [2.0]  # weight and bias
+assert torch.compile(run, backend="eager", fullgraph=True)(x).unique().tolist() == [0.0]
+"""
+
+
+def test_under_torch_compile_experts_are_copied() -> None:
+    """Dynamo cannot trace the view of pinned memory."""
+    environment = {name: value for name, value in os.environ.items() if name != "TORCHDYNAMO_DISABLE"}
+    done = subprocess.run([sys.executable, "-c", COMPILED], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def arguments(**changed: Any) -> SimpleNamespace:
+    """Return the arguments that the offload checks read, on CUDA with the flag given."""
+    given = dict(cpu_offload_gb=1, cpu_offload_experts_in_place=True, device="cuda", offload_group_size=0)
+    ple = dict(ple_offload_embedding=True, ple_offload_backend="pinned", ple_offload_reader="auto")
+    return SimpleNamespace(**given | ple | changed)
+
+
+@pytest.fixture
+def on_cuda(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Let the checks see an NVIDIA GPU with pinned memory, and take plain objects for arguments."""
+    monkeypatch.setattr(memory_hook, "resolving_view", lambda arguments: arguments)
+    monkeypatch.setattr(memory_hook, "is_cuda", lambda: True, raising=False)
+    monkeypatch.setattr(memory_hook, "is_pin_memory_available", lambda: True, raising=False)
+    return monkeypatch
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"cpu_offload_gb": 0}, r"set --cpu-offload-gb \(got 0\) or remove --cpu-offload-experts-in-place"),
+        ({"device": "xpu"}, r"NVIDIA GPU.*--device xpu\): remove --cpu-offload-experts-in-place"),
+    ],
+    ids=["nothing is offloaded", "another device"],
+)
+def test_the_flag_alone_or_elsewhere_is_refused(
+    on_cuda: pytest.MonkeyPatch, changed: dict[str, Any], message: str
+) -> None:
+    memory_hook.handle_offload_compatibility(arguments())
+    memory_hook.handle_offload_compatibility(arguments(**changed, cpu_offload_experts_in_place=False))
+    with pytest.raises(ValueError, match=message):
+        memory_hook.handle_offload_compatibility(arguments(**changed))
+
+
+@pytest.mark.parametrize(
+    ("missing", "message"),
+    [("is_cuda", "NVIDIA GPU"), ("is_pin_memory_available", "confidential computing")],
+)
+def test_the_flag_without_pinned_memory_is_refused(on_cuda: pytest.MonkeyPatch, missing: str, message: str) -> None:
+    on_cuda.setattr(memory_hook, missing, lambda: False)
+    with pytest.raises(ValueError, match=rf"{message}.*remove --cpu-offload-experts-in-place"):
+        memory_hook.handle_offload_compatibility(arguments())
+
+
+@pytest.mark.parametrize("flags", [(), ("--cpu-offload-gb=1",)], ids=["no budget", "on the CPU"])
+def test_the_server_refuses_it_at_start(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    every = ("--cpu-offload-experts-in-place", *flags, *qwen4_modules.TEXT_ONLY)
+    refusal = pytest.raises(ValueError, match="remove --cpu-offload-experts-in-place")
+    with refusal, qwen4_modules.runtime(tiny_qwen4.write_config(tmp_path), *every):
+        pass
+
+
+def test_the_argument_reaches_the_offloader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_hook, "_check_experts_in_place", lambda cfg: None, raising=False)  # this is a CPU
     flags = ("--cpu-offload-gb=1", "--cpu-offload-experts-in-place", *qwen4_modules.TEXT_ONLY)
     with qwen4_modules.runtime(tiny_qwen4.write_config(tmp_path), *flags):
         offloader = offloader_module.create_offloader()
