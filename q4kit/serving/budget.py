@@ -1,8 +1,9 @@
 """How much GPU memory and host RAM a configuration takes. Pure arithmetic; every part names its formula.
 
 What is computed from shapes is checked: weights, experts and table against checkpoint headers
-(tests/unit/serving/test_budget.py), caches against a running server's report (tests/server/test_serve_budget.py). Two parts are estimates and marked so: `GPU reserve` is what SGLang
-itself sets aside for activations and graphs, `server processes` is what the Python processes take.
+(tests/unit/serving/test_budget.py), caches against a running server's report (tests/server/test_serve_budget.py). Two
+parts are estimates and marked so: `GPU reserve` is what SGLang itself sets aside for activations and graphs,
+`server processes` is what the Python processes take.
 """
 
 from __future__ import annotations
