@@ -5,16 +5,16 @@ Needs the patched SGLang (Q4_PYTHONPATH): the stock pin has no `--ple-offload-ba
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from serving import Launcher, cached_model
+from serving import ROOT, Launcher, cached_model
 from test_ple_nvme import CHUNK, FLAGS, NVME, Answer, ask, patched, payload, tokens
 
-from q4kit.ple import commands
 from q4kit.server.client import Client
 from q4kit.tinymodel import PRESETS
 
@@ -38,7 +38,13 @@ def resident(patched: None, start_server: Launcher) -> list[Answer]:
 @pytest.fixture(scope="module")
 def flat(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("flat") / "table"
-    commands.export(cached_model(MODEL), folder, None, force=False, progress=lambda done, total: None)
+    path = os.pathsep.join(filter(None, [os.environ.get("Q4_PYTHONPATH"), os.environ.get("PYTHONPATH")]))
+    python = os.environ.get("Q4_PYTHON", sys.executable)
+    tool = [python, ROOT / "tools" / "ple_table.py", "export", cached_model(MODEL)]
+    for number in (one - 1 for one in MODEL.ple_layers):
+        prefix = f"model.language_model.layers.{number}.ple.ple_embedding"
+        command = [*tool, folder / f"layers.{number}", "--prefix", prefix]
+        subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": path})
     return folder
 
 
@@ -51,7 +57,7 @@ def test_the_filter_forbids_io_uring_alone() -> None:
 @pytest.mark.parametrize(
     ("reader", "source", "prefix", "logged"),
     [
-        ("auto", "shards", NO_IO_URING, "PLE rows: pread (auto asked for): io_uring"),
+        ("auto", "shards", NO_IO_URING, "PLE rows: pread (auto asked for), io_uring: EPERM"),
         ("mmap", "flat", (), "PLE rows: mmap"),
         ("io_uring", "flat", (), "PLE rows: io_uring"),
     ],
@@ -76,7 +82,7 @@ def test_answers_equal_the_resident_tables(
         assert answers(client) == resident
         log = server.log_path.read_text()
     lines = [line for line in log.splitlines() if "PLE rows: " in line]
-    assert len(lines) == 1
-    assert logged in lines[0]
-    if prefix:
-        assert "EPERM" in lines[0]
+    assert len(lines) == len(MODEL.ple_layers), "one table a PLE layer in this checkpoint"
+    for line in lines:
+        assert logged in line
+        assert ("EPERM" in line) == bool(prefix)
