@@ -8,7 +8,7 @@
 #   OUT   folder of the results, default .cache/demo; the report is OUT/report.md
 #
 # Environment: VENV chooses the environment (default .venv; made by scripts/setup.sh when it is not there).
-# Needs no GPU. About 8 minutes on 2 cores, plus the setup. Exits 0 only if the oracle says EQUIVALENT for stock against
+# Needs no GPU. 6 to 8 minutes on 2 cores, plus the setup. Exits 0 only if the oracle says EQUIVALENT for stock against
 # patched and DIFFERENT for the planted fault.
 set -euo pipefail
 # shellcheck source=scripts/lib.sh

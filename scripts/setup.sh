@@ -9,7 +9,7 @@
 #   --test   also install what the tests need (pytest, hypothesis, auto-round, linters)
 #   VENV     where the environment goes; default .venv at the repository root
 #
-# Takes about 3 to 6 minutes and 11 GB of disk the first time (the CUDA build of torch 2.14.1 is what SGLang 0.5.23
+# Takes 3 to 13 minutes and 11 GB of disk the first time (the CUDA build of torch 2.14.1 is what SGLang 0.5.23
 # pins, and it imports on a machine without a GPU); a few seconds when everything is already there.
 # Environment: PYTHON=/path/to/python chooses the interpreter (3.11, 3.12 or 3.13).
 set -euo pipefail

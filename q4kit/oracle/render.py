@@ -42,7 +42,7 @@ def comparison_report(
             ("reference", _who(reference)),
             ("candidate", _who(candidate)),
             ("floor", _floor_line(floor)),
-            ("seed policy", _seed_policy(found)),
+            ("fixed thresholds", _seed_policy(found)),
             *((f"{leg} leg", LEG_NOTES[leg]) for leg in found.legs),
         ],
         warnings=[*found.warnings],
