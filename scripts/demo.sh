@@ -5,7 +5,8 @@
 #
 # usage: scripts/demo.sh [OUT]
 #
-#   OUT   folder of the results, default .cache/demo; the report is OUT/report.md
+#   OUT   folder of the results, default .cache/demo; the report is OUT/report.md. OUT/results and OUT/faulty are made
+#         anew, so a folder with files that the demo did not make is refused
 #
 # Environment: VENV chooses the environment (default .venv; made by scripts/setup.sh when it is not there).
 # Needs no GPU. 6 to 8 minutes on 2 cores, plus the setup. Exits 0 only if the oracle says EQUIVALENT for stock against
@@ -19,12 +20,31 @@ case "${1:-}" in
   -*) printf 'error: unknown option %s\nremedy: scripts/demo.sh --help\n' "$1" >&2; exit 2 ;;
 esac
 out="${1:-$ROOT/.cache/demo}"
+marker=.q4-demo
+
+# usage: ours DIR   whether the demo may remove DIR/results and DIR/faulty: it is new, or the demo made what is in it
+ours() {
+  [ -e "$1" ] || return 0
+  [ -d "$1" ] || return 1
+  [ -n "$(ls -A "$1")" ] && [ ! -e "$1/$marker" ] || return 0
+  [ "$(cd "$1" && pwd -P)" != "$(cd "$ROOT" && pwd -P)/.cache/demo" ] || return 0
+  # Folders of the demo before it had a marker: nothing but its own names, and the first file it writes.
+  [ -z "$(find "$1/" -mindepth 1 -maxdepth 1 ! -name model ! -name results ! -name faulty ! -name report.md)" ] || return 1
+  [ -f "$1/results/series.json" ] || { [ ! -e "$1/results" ] && [ ! -e "$1/faulty" ]; }
+}
+
+if ! ours "$out"; then
+  printf 'error: %s holds files that the demo did not make, and it would remove its results and faulty\n' "$out" >&2
+  printf 'remedy: name a new folder, or an empty one\n' >&2
+  exit 2
+fi
 venv="${VENV:-$ROOT/.venv}"
 "$ROOT/scripts/setup.sh" --cpu "$venv"
 py="$venv/bin/python"
 started=$SECONDS
 mkdir -p "$out"
 out="$(cd "$out" && pwd)"
+touch "$out/$marker"
 rm -rf "${out:?}/results" "${out:?}/faulty" && mkdir "$out/results"
 cd "$ROOT"
 
