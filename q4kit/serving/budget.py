@@ -4,6 +4,9 @@ What is computed from shapes is checked: weights, experts and table against chec
 (tests/unit/serving/test_budget.py), caches against a running server's report (tests/server/test_serve_budget.py). Two
 parts are estimates and marked so: `GPU reserve` is what SGLang itself sets aside for activations and graphs,
 `server processes` is what the Python processes take.
+
+Host RAM of offloaded experts is what torch takes for them: its caching allocator of pinned memory rounds each tensor up
+to a power of two. Paged experts are pinned at their exact size (patch 0010), which does not cover --cpu-offload-gb.
 """
 
 from __future__ import annotations
@@ -30,7 +33,8 @@ class ExpertFormat:
     """How a routed expert's weights are stored."""
 
     name: str
-    bytes_a_weight: float
+    bytes_a_weight: tuple[float, ...]
+    """Of each tensor that a matrix is stored as: the values, then scales and zeros."""
     what: str
     served: bool
     """Whether SGLang 0.5.23 with the series has a kernel and a loader for it."""
@@ -39,11 +43,11 @@ class ExpertFormat:
 FORMATS: Mapping[str, ExpertFormat] = {
     f.name: f
     for f in (
-        ExpertFormat("bf16", 2.0, "2 bytes", True),
-        ExpertFormat("fp8", 1 + 4 / 128**2, "1 byte, one fp32 scale for 128 x 128", True),
-        ExpertFormat("nvfp4", 1 / 2 + 1 / 16, "4 bits, one fp8 scale for 16", True),
-        ExpertFormat("int4", 1 / 2 + 2 / 128, "4 bits symmetric, one 16-bit scale for 128", True),
-        ExpertFormat("int2", 1 / 4 + 2 / 128 + 1 / 4 / 128, "2 bits, a 16-bit scale and a zero for 128", False),
+        ExpertFormat("bf16", (2,), "2 bytes", True),
+        ExpertFormat("fp8", (1, 4 / 128**2), "1 byte, one fp32 scale for 128 x 128", True),
+        ExpertFormat("nvfp4", (1 / 2, 1 / 16), "4 bits, one fp8 scale for 16", True),
+        ExpertFormat("int4", (1 / 2, 2 / 128), "4 bits symmetric, one 16-bit scale for 128", True),
+        ExpertFormat("int2", (1 / 4, 2 / 128, 1 / 4 / 128), "2 bits, a 16-bit scale and a zero for 128", False),
     )
 }
 
@@ -59,7 +63,7 @@ class Settings:
     resident_experts: int | None = None
     """Paged experts: this many a layer on the GPU, and all of them in host RAM."""
     offload_gib: int | None = None
-    """--cpu-offload-gb: this many GiB of experts in host RAM, the rest on the GPU."""
+    """--cpu-offload-gb: at least this many GiB of experts in host RAM, the rest on the GPU."""
     kv_dtype: str = "bf16"
     table: Table = "nvme"
     tokens: int | None = None
@@ -136,12 +140,56 @@ class Budget:
 
 def expert_bytes(shape: Shape, expert_format: str) -> float:
     """Return the bytes of one routed expert."""
-    return shape.expert_parameters * FORMATS[expert_format].bytes_a_weight
+    return shape.expert_parameters * sum(FORMATS[expert_format].bytes_a_weight)
 
 
 def routed_bytes(shape: Shape, expert_format: str) -> int:
     """Return the bytes of all routed experts."""
     return round(shape.layers * shape.experts * expert_bytes(shape, expert_format))
+
+
+def layer_tensors(shape: Shape, expert_format: str) -> list[int]:
+    """Return the bytes of the tensors that hold one layer's routed experts, in the order in which SGLang moves them.
+
+    Gate and up of all experts are one tensor [E, 2 I, H], down another [E, H, I]; their scales follow.
+    """
+    down = shape.experts * shape.hidden * shape.expert_size
+    return [round(n * down * width) for width in FORMATS[expert_format].bytes_a_weight for n in (2, 1)]
+
+
+def pinned_bytes(nbytes: int) -> int:
+    """Return the block that torch takes for a pinned tensor of `nbytes` > 0: the next power of two."""
+    return 1 << (nbytes - 1).bit_length()
+
+
+@dataclass(frozen=True)
+class Offload:
+    """What --cpu-offload-gb moves to the host."""
+
+    moved: int
+    """Bytes of the tensors that are in host RAM."""
+    pinned: int
+    """Bytes of their pinned blocks."""
+    staged: int
+    """Most bytes of one layer: its hook copies them to the GPU before the layer runs."""
+
+
+def offload(shape: Shape, expert_format: str, limit: int) -> Offload:
+    """Return what an offload of `limit` bytes moves.
+
+    Whole tensors, layer by layer, until `limit` is reached (SGLang's OffloaderV1): up to one tensor more than that.
+    """
+    tensors = layer_tensors(shape, expert_format)
+    moved = pinned = staged = 0
+    for _ in range(shape.layers):
+        before = moved
+        for nbytes in tensors:
+            if moved >= limit:
+                break
+            moved += nbytes
+            pinned += pinned_bytes(nbytes)
+        staged = max(staged, moved - before)
+    return Offload(moved, pinned, staged)
 
 
 def table_bytes(shape: Shape) -> int:
@@ -233,11 +281,16 @@ def _experts(shape: Shape, settings: Settings) -> list[Item]:
             Item("routed experts", "vram", on_gpu, f"{settings.resident_experts} of {shape.experts} a layer, {what}"),
             Item("routed experts", "ram", total, f"all {shape.experts} a layer, pinned at their exact size"),
         ]
-    in_ram = min((settings.offload_gib or 0) * GIB, total)
+    limit = settings.offload_gib or 0
+    host = offload(shape, settings.expert_format, limit * GIB)
     return [
-        Item("routed experts", "vram", total - in_ram, f"all but the offloaded, {what}"),
-        Item("routed experts", "ram", in_ram, f"--cpu-offload-gb {settings.offload_gib or 0}"),
-    ]
+        Item("routed experts", "vram", max(0, total - host.moved), f"all but the offloaded, {what}"),
+        Item(
+            "routed experts", "ram", host.pinned,
+            f"--cpu-offload-gb {limit}: {host.moved / GIB:.2f} GiB, each tensor pinned in a power of two",
+        ),
+        Item("staged experts of one layer", "vram", host.staged, "copied to the GPU before the layer runs"),
+    ]  # fmt: skip
 
 
 def _table(shape: Shape, settings: Settings) -> Item:

@@ -44,7 +44,8 @@ PROFILES: Mapping[str, Profile] = {
             "cuda", "offload", 16384, 1, 8, 2048, ("int2",), vram_gib=23,
         ),
         Profile(
-            "24gb-64ram", "24 GB GPU, 64 GB RAM: 4-bit experts, each either on the GPU or in RAM",
+            "24gb-64ram", "24 GB GPU, 64 GB RAM: 4-bit experts, each either on the GPU or in RAM; "
+            "takes more than 64 GB so far: torch rounds pinned tensors up",
             "cuda", "offload", 16384, 1, 8, 2048, ("int4", "nvfp4"), vram_gib=23,
         ),
         Profile(
@@ -106,9 +107,15 @@ def settings(profile: Profile, options: Options, shape: Shape, expert_format: st
 
 
 def least_offload(shape: Shape, base: Settings, vram_gib: int) -> int:
-    """Return the smallest whole GiB of experts that must leave the GPU for the rest to fit into `vram_gib`."""
-    everything = budget.compute(shape, replace(base, offload_gib=0)).total("vram")
-    return max(0, -(-(everything - vram_gib * GIB) // GIB))
+    """Return the smallest whole GiB of experts that must leave the GPU for the rest to fit into `vram_gib`.
+
+    Where nothing is enough, all of them.
+    """
+    most = -(-budget.routed_bytes(shape, base.expert_format) // GIB)
+    for gib in range(most):
+        if budget.compute(shape, replace(base, offload_gib=gib)).total("vram") <= vram_gib * GIB:
+            return gib
+    return most
 
 
 def flags(profile: Profile, options: Options, chosen: Settings) -> list[str]:

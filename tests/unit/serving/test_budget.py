@@ -89,14 +89,52 @@ def test_paged_experts_keep_all_of_them_in_ram_and_offload_does_not() -> None:
     assert [i.nbytes for i in paged.items if i.name == "routed experts" and i.place == "ram"] == [
         budget.routed_bytes(MODEL, "nvfp4")
     ]
+    host = budget.offload(MODEL, "nvfp4", 50 * GIB)
     offload = budget.compute(MODEL, Settings(offload_gib=50))
-    assert offload.of("routed experts") == budget.routed_bytes(MODEL, "nvfp4")
-    assert offload.total("ram") == 50 * GIB + budget.PROCESS_BYTES
+    on_gpu, in_ram = [i.nbytes for i in offload.items if i.name == "routed experts"]
+    assert on_gpu + host.moved == budget.routed_bytes(MODEL, "nvfp4")
+    assert in_ram == host.pinned
+    assert offload.total("ram") == in_ram + budget.PROCESS_BYTES
 
 
-def test_an_offload_larger_than_the_experts_leaves_none_on_the_gpu() -> None:
-    found = budget.compute(MODEL, Settings(offload_gib=1000))
-    assert [i.nbytes for i in found.items if i.name == "routed experts"] == [0, budget.routed_bytes(MODEL, "nvfp4")]
+@pytest.mark.parametrize(
+    ("name", "claim"), [("nvfp4", "experts-nvfp4-pinned-gib"), ("int4", "experts-int4-pinned-gib")]
+)
+def test_an_offload_larger_than_the_experts_leaves_none_on_the_gpu(name: str, claim: str) -> None:
+    found = budget.compute(MODEL, Settings(offload_gib=1000, expert_format=name))
+    on_gpu, in_ram = [i.nbytes for i in found.items if i.name == "routed experts"]
+    assert on_gpu == 0
+    assert in_ram / GIB == load_ledger(ROOT / "results" / "claims.toml").claims[claim].value
+
+
+@pytest.mark.parametrize("name", list(FORMATS))
+def test_the_tensors_of_all_layers_are_all_routed_experts(name: str) -> None:
+    assert MODEL.layers * sum(budget.layer_tensors(MODEL, name)) == budget.routed_bytes(MODEL, name)
+
+
+@pytest.mark.parametrize(("nbytes", "block"), [(1, 1), (2, 2), (3, 4), (2**30, 2**30), (2**30 + 1, 2**31)])
+def test_a_pinned_block_is_the_next_power_of_two(nbytes: int, block: int) -> None:
+    assert budget.pinned_bytes(nbytes) == block
+
+
+def test_an_offload_moves_whole_tensors_layer_by_layer() -> None:
+    """As SGLang: it stops at the first tensor that finds the limit reached, and so goes past it by part of one."""
+    first, second, *rest = budget.layer_tensors(MODEL, "int4")
+    layer = first + second + sum(rest)
+    assert budget.offload(MODEL, "int4", 0) == budget.Offload(0, 0, 0)
+    assert budget.offload(MODEL, "int4", 1) == budget.Offload(first, 2**30, first)
+    assert budget.offload(MODEL, "int4", first + 1) == budget.Offload(first + second, 3 * 2**29, first + second)
+    whole = budget.offload(MODEL, "int4", 3 * layer + 1)
+    assert (whole.moved, whole.staged) == (3 * layer + first, layer)
+
+
+def test_an_offload_needs_room_for_one_layer_on_the_gpu() -> None:
+    """Its hook copies what was offloaded to the GPU before the layer runs."""
+    layer = sum(budget.layer_tensors(MODEL, "int4"))
+    assert (
+        budget.compute(MODEL, Settings(offload_gib=40, expert_format="int4")).of("staged experts of one layer") == layer
+    )
+    assert budget.compute(MODEL, Settings(offload_gib=0)).of("staged experts of one layer") == 0
 
 
 @pytest.mark.parametrize(("table", "place"), [("nvme", "disk"), ("pinned", "ram"), ("gpu", "vram")])
