@@ -1,8 +1,10 @@
 #!/usr/bin/env python3
 """Plant known faults into a tiny model and its server, and show what the oracle sees and the fixed rule does not.
 
-OUT keeps the raw recordings; what is there is not measured again. Exit codes: 0 the oracle calls every fault DIFFERENT
-and the fixed rule (mean <= 0.01, max <= 0.5 nats, prefill) none, 1 otherwise, 2 usage, 4 environment or server fault.
+OUT keeps the raw recordings; what is there is not measured again, and a folder of another model, base or definition of
+a fault is refused. Exit codes: 0 the oracle calls every fault DIFFERENT and the fixed rule (mean <= 0.01, max <= 0.5
+nats, prefill) none, 1 otherwise, 2 usage, 3 recordings that cannot be compared, 4 environment or server fault,
+130 interrupted.
 """
 
 from __future__ import annotations
@@ -39,8 +41,9 @@ def main(argv: list[str] | None = None) -> int:
             raise UsageError(
                 f"no fault {', '.join(sorted(unknown))}", remedy="one of " + ", ".join(fault.name for fault in listed)
             )
+        if not (args.model / "config.json").is_file():
+            raise UsageError(f"{args.model} holds no config.json", remedy="make one with tools/make_tiny_model.py")
         chosen = [fault for fault in listed if not args.only or fault.name in args.only]
-        args.out.mkdir(parents=True, exist_ok=True)
         bench = faults.Bench(args.out.resolve(), args.model.resolve(), load(), args.python, progress)
         found = faults.find(bench, chosen)
         report = faults.report(args.model.name, found)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
-import shutil
+import re
+import tempfile
 import tomllib
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from q4kit import exit_codes
+from q4kit import exit_codes, provenance
 from q4kit.errors import UsageError
-from q4kit.gate import trees
+from q4kit.gate import store, trees
 from q4kit.gate.plan import COMMON_ARGS, Plant
 from q4kit.gate.run import Progress
 from q4kit.oracle import align, judge, measure
@@ -33,6 +36,12 @@ OPTIONS = Options(scored=450, decode_tokens=76, max_prompt_tokens=300)
 """450 positions a leg, as the fixed rule asks for, on prompts short enough for a CPU."""
 
 
+SCHEMA = "q4kit.oracle_faults/1"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
+_TAKEN = ("reference", "restart")
+"""Names of the recordings that every folder holds."""
+
+
 @dataclass(frozen=True)
 class Fault:
     """One fault: a tensor changed in a copy of the checkpoint, or a patch on the served code."""
@@ -44,6 +53,16 @@ class Fault:
     relative: float = 0.05
     rows: tuple[int, int] | None = None
     patch: Path | None = None
+
+    def settings(self) -> dict[str, Any]:
+        """Return what decides its recording: the words about it do not."""
+        return {
+            "tensor": self.tensor,
+            "kind": self.kind,
+            "relative": self.relative,
+            "rows": self.rows and list(self.rows),
+            "patch": None if self.patch is None else provenance.sha256_file(self.patch),
+        }
 
 
 @dataclass(frozen=True)
@@ -69,8 +88,13 @@ def read_faults(path: Path) -> tuple[Fault, ...]:
     """Return the faults of a file; raises UsageError naming what is wrong."""
     try:
         entries = tomllib.loads(path.read_text(encoding="utf-8"))["fault"]
-        faults = []
+        faults: list[Fault] = []
         for entry in entries:
+            name = str(entry.get("name"))
+            if not _NAME.fullmatch(name) or name in (*_TAKEN, *(fault.name for fault in faults)):
+                raise ValueError(
+                    f"name {name!r}: expected letters, digits, - and _, used once, no {' or '.join(_TAKEN)}"
+                )
             if ("tensor" in entry) == ("patch" in entry):
                 raise ValueError(f"{entry.get('name')}: give tensor or patch, one of the two")
             if entry.get("kind", "noise") not in KINDS:
@@ -101,15 +125,50 @@ class Bench:
 
     def damaged(self, fault: Fault, reference: Recording) -> Recording:
         """Return the recording with one fault in place."""
-        copy = self.folder / f"model-{fault.name}"
-        if fault.patch is None and not self._path(fault.name).exists():
-            shutil.rmtree(copy, ignore_errors=True)
+        if fault.patch is not None or self._path(fault.name).exists():
+            return self._recorded(fault.name, self.model, fault.patch, reference)
+        with tempfile.TemporaryDirectory(prefix=".model-", dir=self.folder) as scratch:
+            copy = Path(scratch) / f"model-{fault.name}"
             perturb(self.model, copy, tensor=fault.tensor, relative=fault.relative, kind=fault.kind, rows=fault.rows)
-        try:
-            model = self.model if fault.patch is not None else copy
-            return self._recorded(fault.name, model, fault.patch, reference)
-        finally:
-            shutil.rmtree(copy, ignore_errors=True)
+            return self._recorded(fault.name, copy, None, reference)
+
+    @contextmanager
+    def opened(self, faults: Sequence[Fault]) -> Iterator[None]:
+        """Hold the folder, and remove the tree at the end.
+
+        Raises UsageError when it holds recordings of another model, base, oracle plan or definition of a fault.
+        """
+        with store.locked(self.folder, "oracle_faults"):
+            self._check_settings(faults)
+            try:
+                yield
+            finally:
+                self.close()
+
+    def _check_settings(self, faults: Sequence[Fault]) -> None:
+        path = self.folder / "oracle_faults.json"
+        known = sorted(self.folder.glob("*.jsonl.gz"))
+        if known and not path.exists():
+            raise UsageError(
+                f"{self.folder}: {known[0].name} is there, and no {path.name} that says what it was recorded with",
+                remedy="name a new folder",
+            )
+        store.check_settings(
+            path,
+            {
+                "schema": SCHEMA,
+                "model": provenance.weights_fingerprint(self.model),
+                "model_config": provenance.sha256_file(self.model / "config.json"),
+                "tree": self.series.base.tree,
+                "server_args": list(COMMON_ARGS),
+                "oracle": asdict(OPTIONS),
+            },
+        )
+        for fault in faults:
+            definition = self.folder / f"{fault.name}.fault.json"
+            if not self._path(fault.name).exists():
+                definition.unlink(missing_ok=True)
+            store.check_settings(definition, fault.settings())
 
     def close(self) -> None:
         """Remove the tree."""
@@ -153,7 +212,7 @@ class Bench:
 def find(bench: Bench, faults: Sequence[Fault]) -> list[Found]:
     """Return what is found for each fault, measuring what is missing."""
     found = []
-    try:
+    with bench.opened(faults):
         reference = bench.reference()
         floor = bench.floor(reference)
         for fault in faults:
@@ -161,8 +220,6 @@ def find(bench: Bench, faults: Sequence[Fault]) -> list[Found]:
             align.check_plans(reference, candidate, vary=["model.weights"])
             found.append(Found(fault, judge.compare(reference, candidate, floor)))
             bench.progress(f"{fault.name}: {found[-1].comparison.verdict}")
-    finally:
-        bench.close()
     return found
 
 

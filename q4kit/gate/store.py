@@ -6,7 +6,7 @@ import fcntl
 import gzip
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -80,6 +80,38 @@ def settings(config: Config) -> dict[str, Any]:
     }
 
 
+@contextmanager
+def locked(folder: Path, what: str) -> Iterator[None]:
+    """Hold a folder of results, made if need be; a second process (`what` names it) raises EnvironmentFault."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise EnvironmentFault(
+                f"{folder}: another {what} works here", remedy="wait for it, or name another folder"
+            ) from None
+        yield
+
+
+def check_settings(path: Path, wanted: dict[str, Any]) -> None:
+    """Write settings where there are none yet; raise UsageError when there are others."""
+    if not path.exists():
+        report.write_json(path, wanted)
+        return
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        unlike = [name for name in wanted if found.get(name) != json.loads(report.dump_json(wanted[name]))]
+    except (ValueError, AttributeError) as error:
+        raise UsageError(f"{path}: no settings ({error!r})", remedy="name a new folder") from error
+    if unlike:
+        name = unlike[0]
+        raise UsageError(
+            f"{path}: measured with another {name}: {found.get(name)!r}, now {wanted[name]!r}",
+            remedy="name a new folder: results of two settings do not mix",
+        )
+
+
 class Store:
     """Reads and writes one folder."""
 
@@ -95,33 +127,13 @@ class Store:
         """Return the path of a server log: `prefix-0007`, `floor-1`."""
         return self.folder / f"{name}.log"
 
-    @contextmanager
-    def locked(self) -> Iterator[None]:
+    def locked(self) -> AbstractContextManager[None]:
         """Hold the folder; a second gate on it is refused."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / "lock").open("w") as handle:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise EnvironmentFault(
-                    f"{self.folder}: another gate works here", remedy="wait for it, or name another folder"
-                ) from None
-            yield
+        return locked(self.folder, "gate")
 
     def check_settings(self, wanted: dict[str, Any]) -> None:
         """Keep the settings of a new folder; raise UsageError when a used one has others."""
-        path = self.folder / "gate.json"
-        if not path.exists():
-            report.write_json(path, wanted)
-            return
-        found = json.loads(path.read_text(encoding="utf-8"))
-        unlike = [name for name in wanted if found.get(name) != json.loads(report.dump_json(wanted[name]))]
-        if unlike:
-            name = unlike[0]
-            raise UsageError(
-                f"{self.folder}: measured with another {name}: {found.get(name)!r}, now {wanted[name]!r}",
-                remedy="name a new folder: results of two settings do not mix",
-            )
+        check_settings(self.folder / "gate.json", wanted)
 
     def read(self, prefix: int) -> Record | None:
         """Return a prefix's record, None when there is none."""

@@ -23,8 +23,14 @@ _WARM_TIMEOUT_S = 300.0
 def open_tree(folder: Path, series: Series, python: str, env: dict[str, str], progress: Progress) -> Path:
     """Return a work tree of the pin at `folder`, made on first use, and again when it was changed since.
 
-    Its modules are imported once, untimed, so that the first prefix does not pay for compiling them.
+    Its modules are imported once, untimed, so that the first prefix does not pay for compiling them. A folder that is
+    there and was not made here raises UsageError and is left alone.
     """
+    if folder.exists() and not _marker(folder).exists():
+        raise UsageError(
+            f"{folder}: it is there, and was not made by this tool, which moves and removes what it makes",
+            remedy="name another OUT, or move that folder away",
+        )
     repo = cached_base(series, python=python, progress=progress)
     if folder.exists():
         if _usable(folder, series, repo):
@@ -33,6 +39,7 @@ def open_tree(folder: Path, series: Series, python: str, env: dict[str, str], pr
         shutil.rmtree(folder)
     git.run(["worktree", "prune"], repo)
     folder.parent.mkdir(parents=True, exist_ok=True)
+    _marker(folder).touch()  # first, so that what a kill leaves behind is known as ours
     progress("making the tree")
     git.run(["worktree", "add", "-q", "-f", "--detach", folder, BASE_REF], repo)
     base.add_extensions(repo, folder)
@@ -48,9 +55,18 @@ def open_tree(folder: Path, series: Series, python: str, env: dict[str, str], pr
 
 
 def remove_tree(folder: Path, series: Series, python: str) -> None:
-    """Remove a tree that `open_tree` made."""
+    """Remove a tree that `open_tree` made; leave any other folder alone."""
+    if not _marker(folder).exists():
+        return
     shutil.rmtree(folder, ignore_errors=True)
+    if not folder.exists():
+        _marker(folder).unlink()
     git.run(["worktree", "prune"], cached_base(series, python=python), check=False)
+
+
+def _marker(folder: Path) -> Path:
+    """Return the file beside a tree that says it was made here; inside, git would call the tree changed."""
+    return folder.with_name(f"{folder.name}.made-here")
 
 
 def _usable(folder: Path, series: Series, repo: Path) -> bool:

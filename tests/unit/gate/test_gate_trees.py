@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -77,3 +78,49 @@ def test_a_file_that_is_no_patch_is_refused(tree: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"fault\.patch is not a patch"):  # noqa: SIM117
         with trees.at_prefix(tree, series_package.load(), 2, plant(tmp_path, "hello\n")):
             pass
+
+
+@pytest.fixture
+def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a stand-in for the cached work tree of the pin: a repository with one commit under the base's name."""
+    repo = tmp_path / "base"
+    subprocess.run(["git", "init", "-q", str(repo)], check=True)
+    commit = ["-c", "user.name=a", "-c", "user.email=a@b.c", "commit", "-q", "--allow-empty", "-m", "pin"]
+    subprocess.run(["git", "-C", str(repo), *commit], check=True)
+    subprocess.run(["git", "-C", str(repo), "update-ref", trees.BASE_REF, "HEAD"], check=True)
+    monkeypatch.setattr(trees, "cached_base", lambda *_, **__: repo)
+    monkeypatch.setattr(trees.base, "add_extensions", lambda *_: None)
+    monkeypatch.setattr(trees, "_WARM_IMPORT", "pass")
+    return repo
+
+
+def opened(folder: Path) -> Path:
+    return trees.open_tree(folder, series_package.load(), sys.executable, {}, lambda _: None)
+
+
+def test_a_folder_of_somebody_else_is_refused_and_left_alone(tmp_path: Path, cached: Path) -> None:
+    folder = tmp_path / "out" / "tree"
+    folder.mkdir(parents=True)
+    (folder / "mine").write_text("x")
+    with pytest.raises(UsageError, match=r"tree: it is there, and was not made by this tool"):
+        opened(folder)
+    trees.remove_tree(folder, series_package.load(), sys.executable)
+    assert (folder / "mine").read_text() == "x"
+
+
+def test_a_work_tree_that_somebody_else_made_of_the_same_base_is_left_alone(tmp_path: Path, cached: Path) -> None:
+    folder = tmp_path / "out" / "tree"
+    subprocess.run(["git", "-C", str(cached), "worktree", "add", "-q", "--detach", str(folder)], check=True)
+    (folder / "work").write_text("x")
+    with pytest.raises(UsageError, match="not made by this tool"):
+        opened(folder)
+    assert (folder / "work").exists()
+
+
+def test_a_tree_made_here_is_made_again_and_removed(tmp_path: Path, cached: Path) -> None:
+    folder = opened(tmp_path / "out" / "tree")
+    (folder / "half").write_text("x")
+    assert opened(folder) == folder  # changed since it was made
+    assert not (folder / "half").exists()
+    trees.remove_tree(folder, series_package.load(), sys.executable)
+    assert list((tmp_path / "out").iterdir()) == []

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from gate_runs import recording
 
-from q4kit.errors import UsageError
+from q4kit import series as series_package
+from q4kit.errors import EnvironmentFault, UsageError
 from q4kit.gate import faults
 from q4kit.oracle import floor as floors
 from q4kit.oracle import judge
+from q4kit.oracle import recording as recordings
 
 FLOOR = floors.build([recording(0), recording(9)])
 
@@ -34,6 +37,8 @@ def test_the_list_of_this_repository_is_read() -> None:
         ('[[fault]]\nname = "a"\nwhat = "w"\ntensor = "t"\npatch = "p"\n', "a: give tensor or patch"),
         ('[[fault]]\nname = "a"\nwhat = "w"\ntensor = "t"\nkind = "burn"\n', "kind 'burn', expected one of noise"),
         ("faults = 1\n", "fault"),
+        ('[[fault]]\nname = "../a"\nwhat = "w"\ntensor = "t"\n', "name '../a': expected letters"),
+        ('[[fault]]\nname = "restart"\nwhat = "w"\ntensor = "t"\n', "name 'restart': expected letters"),
     ],
 )
 def test_a_wrong_entry_is_named(tmp_path: Path, text: str, message: str) -> None:
@@ -61,3 +66,83 @@ def test_a_fault_that_the_fixed_rule_sees_proves_nothing() -> None:
 def test_a_fault_that_the_oracle_misses_does_not_hold() -> None:
     assert faults.exit_code([found(0.0)]) == 1
     assert faults.exit_code([]) == 1
+
+
+FAULT = faults.Fault("f", "a fault", tensor="t")
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(b"weights")
+    return folder
+
+
+@pytest.fixture
+def bench(tmp_path: Path, model: Path) -> faults.Bench:
+    """Return a bench whose recordings are all there, so that it starts no server."""
+    made = faults.Bench(tmp_path / "out", model, series_package.load(), "no-python", lambda _: None)
+    with made.opened([FAULT]):
+        for run, (name, shift) in enumerate({"reference": 0.0, "restart": 0.0, "f": 1e-3}.items()):
+            recordings.write(recording(run, shift=shift), made.folder / f"{name}.jsonl.gz")
+    return made
+
+
+def test_what_is_recorded_is_judged_again_without_a_server(bench: faults.Bench) -> None:
+    assert faults.exit_code(faults.find(bench, [FAULT])) == 0
+    assert faults.exit_code(faults.find(bench, [replace(FAULT, what="in other words")])) == 0
+
+
+@pytest.mark.parametrize(
+    "other", [replace(FAULT, relative=0.5), replace(FAULT, kind="roll"), replace(FAULT, rows=(0, 1))]
+)
+def test_recordings_of_another_definition_of_the_fault_are_refused(bench: faults.Bench, other: faults.Fault) -> None:
+    with pytest.raises(UsageError, match=r"f\.fault\.json: measured with another"):
+        faults.find(bench, [other])
+
+
+def test_recordings_with_another_patch_are_refused(bench: faults.Bench, tmp_path: Path) -> None:
+    patch = tmp_path / "f.patch"
+    patch.write_text("one")
+    fault = faults.Fault("g", "a fault", patch=patch)
+    with bench.opened([fault]):
+        recordings.write(recording(3, shift=1e-3), bench.folder / "g.jsonl.gz")
+    patch.write_text("two")
+    with pytest.raises(UsageError, match="measured with another patch"):
+        faults.find(bench, [fault])
+
+
+def test_recordings_of_another_model_are_refused(bench: faults.Bench, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text("{}")
+    (other / "model.safetensors").write_bytes(b"others!")
+    with pytest.raises(UsageError, match="measured with another model"):
+        faults.find(faults.Bench(bench.folder, other, bench.series, "no-python", lambda _: None), [FAULT])
+
+
+def test_a_fault_that_is_not_recorded_yet_may_change(bench: faults.Bench) -> None:
+    (bench.folder / "f.jsonl.gz").unlink()
+    with bench.opened([replace(FAULT, relative=0.5)]):
+        assert '"relative": 0.5' in (bench.folder / "f.fault.json").read_text()
+
+
+def test_recordings_without_settings_are_refused(bench: faults.Bench) -> None:
+    (bench.folder / "oracle_faults.json").unlink()
+    with pytest.raises(UsageError, match=r"f\.jsonl\.gz is there, and no oracle_faults\.json"):
+        faults.find(bench, [FAULT])
+
+
+def test_two_runs_do_not_share_a_folder(bench: faults.Bench) -> None:
+    with bench.opened([]), pytest.raises(EnvironmentFault, match="another oracle_faults works here"):
+        faults.find(bench, [FAULT])
+
+
+def test_a_folder_of_somebody_else_is_left_alone(bench: faults.Bench) -> None:
+    theirs = bench.folder / "model-f"
+    theirs.mkdir()
+    (theirs / "mine").write_text("x")
+    faults.find(bench, [FAULT])
+    assert (theirs / "mine").read_text() == "x"
