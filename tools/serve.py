@@ -96,6 +96,7 @@ def run(args: argparse.Namespace) -> int:
     profile = PROFILES[args.profile]
     if args.model is None and profile.device == "cuda":
         raise UsageError("--model is missing", remedy="name the checkpoint folder")
+    profiles.check_extra(args.sglang)
     model = (args.model or tiny_model(make=True)).absolute()
     run_dir = (args.run_dir or ROOT / ".cache" / "serve" / profile.name).absolute()
     environment = (args.environment or run_dir / "environment.json").absolute()

@@ -8,6 +8,7 @@ measurement. Nothing is printed.
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -41,6 +42,8 @@ GREEDY: Mapping[str, Any] = {
 """Greedy decoding with every parameter stated: what is left out, SGLang takes from the model's
 `generation_config.json`, so two checkpoints of one model would be sampled differently."""
 
+API_KEY_VARIABLE = "Q4_API_KEY"
+"""Environment variable with the key of the server that a tool asks. Not an option: the process list would show it."""
 _CONNECT_TIMEOUT_S = 10.0
 _MESSAGE_LIMIT = 600
 
@@ -61,6 +64,11 @@ class StreamEvent:
     """`meta_info` on the native route; on OpenAI routes the whole chunk."""
     raw: dict[str, Any] = field(default_factory=dict)
     """The decoded event, untouched."""
+
+
+def authorization(api_key: str | None) -> dict[str, str]:
+    """Return the header that shows a server its key; none without a key."""
+    return {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
 
 def check_finish(meta: Mapping[str, Any], *, url: str) -> str:
@@ -93,7 +101,7 @@ class Client:
         base_url: e.g. "http://127.0.0.1:30000".
         timeout_s: longest silence on the socket before a request counts as failed, seconds. A prefill
             of 262,144 tokens sends nothing until it is done, so this is minutes, not seconds.
-        api_key: sent as a bearer token.
+        api_key: sent as a bearer token; default: API_KEY_VARIABLE of the environment, where it is set.
         clock: monotonic clock of stream events, seconds; tests replace it.
     """
 
@@ -117,8 +125,7 @@ class Client:
         self._session = requests.Session()
         # A proxy variable of the shell must never sit between the tool and a loopback server.
         self._session.trust_env = False
-        if api_key:
-            self._session.headers["Authorization"] = f"Bearer {api_key}"
+        self._session.headers.update(authorization(api_key or os.environ.get(API_KEY_VARIABLE)))
 
     def __enter__(self) -> Client:
         return self
@@ -383,7 +390,7 @@ def _remedy(status: int, path: str) -> str:
     if path.startswith("/flush_cache"):
         return "The cache is flushed only while the server is idle: nothing else may use it meanwhile."
     if status in (401, 403):
-        return "The server wants an API key."
+        return f"The server wants an API key: set {API_KEY_VARIABLE} in the environment to the right one."
     if status == 404:
         return f"This server does not offer {path}."
     if 400 <= status < 500:

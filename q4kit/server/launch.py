@@ -21,6 +21,7 @@ from typing import Literal, Self
 import requests
 
 from q4kit.errors import ServerError, UsageError
+from q4kit.server.client import authorization
 
 Device = Literal["cpu", "cuda"]
 Progress = Callable[[float, str], None]
@@ -76,6 +77,11 @@ class ServerProcess:
     def base_url(self) -> str:
         """Root of the server's HTTP API."""
         return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def api_key(self) -> str | None:
+        """The key that its command line asks of clients, None for none."""
+        return _flag_value("--api-key", self.command)
 
     @property
     def pid(self) -> int:
@@ -296,7 +302,7 @@ def _wait_healthy(
         if server.returncode is not None:
             raise _failure(server, f"the server exited with status {server.returncode} before it was healthy")
         if _healthy(server.base_url):
-            served = _served_model(server.base_url)
+            served = _served_model(server.base_url, server.api_key)
             if server.returncode is None and served == model:
                 return
             if served is not None and served != model:
@@ -313,17 +319,20 @@ def _wait_healthy(
 def _failure(server: ServerProcess, what: str, port_taken: bool = False) -> ServerError:
     """Return the error to raise, with the end of the log."""
     kind = _PortTakenError if port_taken or _PORT_TAKEN.search(_read(server.log_path)) else ServerError
+    shown = " ".join(server.command)
+    if server.api_key:
+        shown = shown.replace(server.api_key, "KEY")
     return kind(
         f"{what} (log: {server.log_path})\n{server.log_tail()}",
-        remedy="the lines above are the end of its log; the command was: " + " ".join(server.command),
+        remedy=f"the lines above are the end of its log; the command was: {shown}",
     )
 
 
-def _get(url: str) -> requests.Response:
+def _get(url: str, api_key: str | None = None) -> requests.Response:
     """Return the answer to GET `url`, past any proxy that the shell's environment names."""
     with requests.Session() as session:
         session.trust_env = False
-        return session.get(url, timeout=5)
+        return session.get(url, timeout=5, headers=authorization(api_key))
 
 
 def _healthy(base_url: str) -> bool:
@@ -333,10 +342,10 @@ def _healthy(base_url: str) -> bool:
         return False
 
 
-def _served_model(base_url: str) -> str | None:
+def _served_model(base_url: str, api_key: str | None) -> str | None:
     """Return the model path of whoever answers at `base_url`, None if it does not say."""
     try:
-        answer = _get(f"{base_url}/model_info")
+        answer = _get(f"{base_url}/model_info", api_key)
         path = answer.json().get("model_path") if answer.ok else None
     except (requests.RequestException, ValueError, AttributeError):
         return None

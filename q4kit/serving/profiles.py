@@ -60,6 +60,26 @@ PROFILES: Mapping[str, Profile] = {
 }  # fmt: skip
 
 
+RESERVED: Mapping[str, str] = {
+    "--model-path": "use --model of serve.sh, before --",
+    "--model": "use --model of serve.sh, before --",
+    "--host": "use --host of serve.sh, before --",
+    "--port": "use --port of serve.sh, before --",
+    "--admin-api-key": "leave it out: --api-key alone opens the routes that serve.sh needs",
+    "--ssl-certfile": "leave it out, and put a TLS proxy in front: serve.sh itself asks by http",
+    "--ssl-keyfile": "leave it out, and put a TLS proxy in front: serve.sh itself asks by http",
+}
+"""SGLang arguments that serve.sh cannot follow, and what to do instead."""
+
+
+def check_extra(extra: Sequence[str]) -> None:
+    """Raise UsageError for an argument after -- with which serve.sh would look for its server in vain."""
+    for word in extra:
+        flag = word.partition("=")[0]
+        if flag in RESERVED:
+            raise UsageError(f"{flag} after --", remedy=RESERVED[flag])
+
+
 @dataclass(frozen=True)
 class Options:
     """What the user chose; None takes the profile's value."""

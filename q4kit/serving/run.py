@@ -92,7 +92,7 @@ def serve(plan: Plan, say: Say, progress: Progress) -> int:
 
 def prepare(plan: Plan, server: ServerProcess, say: Say) -> tuple[Report, int]:
     """Warm up, freeze the garbage collector, test the chat route, write the provenance; return the smoke report."""
-    with Client(server.base_url, plan.timeout_s) as client:
+    with Client(server.base_url, plan.timeout_s, api_key=server.api_key) as client:
         warm_up(client)
         client.freeze_gc()
         say(f"warmed up with prompts of {', '.join(map(str, WARM_UP))} tokens; garbage collection frozen")

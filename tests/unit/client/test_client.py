@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from q4kit.errors import ServerError
-from q4kit.server.client import GREEDY, Client
+from q4kit.server.client import API_KEY_VARIABLE, GREEDY, Client
 
 
 class Script:
@@ -22,6 +22,7 @@ class Script:
         self.answers: dict[str, tuple[int, bytes]] = {}
         self.cut = False
         self.seen: list[tuple[str, str, Any]] = []
+        self.keys: list[str | None] = []
         self.base_url = ""
 
     def say(self, path: str, value: Any, status: int = 200) -> None:
@@ -47,6 +48,7 @@ def script() -> Iterator[Script]:
             body = json.loads(self.rfile.read(length)) if length else None
             path = self.path.partition("?")[0]
             state.seen.append((self.command, self.path, body))
+            state.keys.append(self.headers.get("Authorization"))
             status, content = state.answers.get(path, (404, b'{"detail": "Not Found"}'))
             self.send_response(status)
             self.send_header("Content-Length", str(len(content) + (100 if state.cut else 0)))
@@ -248,6 +250,23 @@ def test_the_proxy_of_the_shell_is_ignored(script: Script, monkeypatch: pytest.M
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
     script.say("/health", b"")
     assert Client(script.base_url).health()
+
+
+def test_a_key_is_shown_from_the_argument_or_the_environment(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    script.say("/health", {})
+    monkeypatch.delenv(API_KEY_VARIABLE, raising=False)
+    Client(script.base_url).health()
+    monkeypatch.setenv(API_KEY_VARIABLE, "of the shell")
+    Client(script.base_url).health()
+    Client(script.base_url, api_key="given").health()
+    assert script.keys == [None, "Bearer of the shell", "Bearer given"]
+
+
+def test_a_refused_key_names_the_variable(script: Script, client: Client) -> None:
+    script.say("/health", {"error": "Unauthorized"}, status=401)
+    with pytest.raises(ServerError, match="401") as caught:
+        client.health()
+    assert API_KEY_VARIABLE in caught.value.remedy
 
 
 def test_greedy_leaves_no_sampling_parameter_to_the_model() -> None:

@@ -1,7 +1,9 @@
 """Stands where `python -m sglang.launch_server` would: a real process, socket and child, no model.
 
 `FAKE_MODE`: serve, die (after printing a reason), hang (503 for ever), silent (never binds), stubborn (serve;
-neither it nor its child heeds SIGTERM). `FAKE_STATE` names a file that gets pids, arguments and environment.
+neither it nor its child heeds SIGTERM). `FAKE_STATE` names a file that gets pids, arguments and environment. With
+`--api-key` it answers nobody without the key but /health, as SGLang; `FAKE_STATE`.seen gets path and Authorization of
+every request.
 """
 
 from __future__ import annotations
@@ -19,6 +21,14 @@ from pathlib import Path
 def argument(flag: str) -> str:
     """Return the value after `flag` on the command line."""
     return sys.argv[sys.argv.index(flag) + 1]
+
+
+def wanted_authorization() -> str | None:
+    """Return the header that --api-key asks for, in either spelling."""
+    for word in sys.argv:
+        if word.startswith("--api-key="):
+            return f"Bearer {word.partition('=')[2]}"
+    return f"Bearer {argument('--api-key')}" if "--api-key" in sys.argv else None
 
 
 def main() -> int:
@@ -42,12 +52,24 @@ def main() -> int:
     healthy_at = time.monotonic() + (0.5 if mode != "hang" else 1e9)
     model = argument("--model-path")
 
+    wanted = wanted_authorization()
+    seen = Path(os.environ["FAKE_STATE"] + ".seen")
+
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
+            shown = self.headers.get("Authorization")
+            with seen.open("a", encoding="utf-8") as file:
+                file.write(json.dumps([self.path, shown]) + "\n")
+            if wanted and shown != wanted and self.path != "/health":
+                self.send_response(401)
+                self.end_headers()
+                return
             self.send_response(200 if time.monotonic() >= healthy_at else 503)
             self.end_headers()
             if self.path == "/model_info":
                 self.wfile.write(json.dumps({"model_path": model}).encode())
+
+        do_POST = do_GET  # noqa: N815
 
     http.server.HTTPServer.allow_reuse_address = False
     http.server.ThreadingHTTPServer(("127.0.0.1", int(argument("--port"))), Handler).serve_forever()

@@ -192,6 +192,19 @@ def test_fp32_checkpoint_is_served_in_fp32(start: Any, tmp_path: Path) -> None:
     assert state["env"]["SGLANG_MAMBA_CONV_DTYPE"] == "float32"
 
 
+@pytest.mark.parametrize("spelling", [["--api-key", "s3cret"], ["--api-key=s3cret"]])
+def test_a_server_with_a_key_is_recognised_by_showing_it(start: Any, spelling: list[str]) -> None:
+    with start("serve", extra_args=spelling, timeout_s=10) as server:
+        assert server.api_key == "s3cret"
+
+
+def test_a_failure_does_not_show_the_key(start: Any) -> None:
+    with pytest.raises(ServerError) as caught:
+        start("die", extra_args=["--api-key", "s3cret"])
+    assert "--api-key KEY" in caught.value.render()
+    assert "s3cret" not in caught.value.render()
+
+
 def test_cuda_server_gets_no_cpu_settings(start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SGLANG_PLATFORM", raising=False)
     with start("serve", device="cuda"):

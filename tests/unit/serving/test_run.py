@@ -29,7 +29,7 @@ for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, stop)
 folder = Path(sys.argv[1])
 plan = Plan(
-    model=folder / "model", python=str(folder / "python"), device="cpu", flags=(), env={}, host="127.0.0.1",
+    model=folder / "model", python=str(folder / "python"), device="cpu", flags=sys.argv[4:], env={}, host="127.0.0.1",
     port=int(sys.argv[2]), prefix=(), timeout_s=float(sys.argv[3]), log=folder / "log",
     environment=folder / "environment.json", smoke_json=folder / "smoke.json",
 )
@@ -52,11 +52,11 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def start(folder: Path, mode: str, timeout: float = 60) -> subprocess.Popen[str]:
+def start(folder: Path, mode: str, timeout: float = 60, flags: tuple[str, ...] = ()) -> subprocess.Popen[str]:
     from q4kit.server.launch import _free_port
 
     return subprocess.Popen(
-        [sys.executable, "-c", DRIVER, str(folder), str(_free_port()), str(timeout)],
+        [sys.executable, "-c", DRIVER, str(folder), str(_free_port()), str(timeout), *flags],
         env={**os.environ, "FAKE_MODE": mode, "FAKE_STATE": str(folder / "state")},
         stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
@@ -98,6 +98,15 @@ def test_a_server_without_a_chat_route_is_never_declared_ready(folder: Path) -> 
     assert "ready" not in output
     assert "healthy after" in output
     assert _group_members(group(folder)) == []
+
+
+def test_the_key_of_the_server_is_shown_to_it_from_the_first_request_on(folder: Path) -> None:
+    running = start(folder, "serve", 20, ("--api-key", "s3cret"))
+    output, _ = running.communicate(timeout=60)
+    assert "healthy after" in output
+    seen = [json.loads(line) for line in (folder / "state.seen").read_text().splitlines()]
+    assert ["/generate", "Bearer s3cret"] in seen
+    assert ["/generate", None] not in seen
 
 
 def test_status_codes_are_those_of_a_shell() -> None:

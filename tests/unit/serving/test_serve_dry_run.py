@@ -170,11 +170,16 @@ def test_a_refused_start_starts_nothing_and_reports_everything(models: dict[str,
         (("--profile", "tiny", "--context", "0"), "context is 0"),
         (("--profile", "tiny", "--accept", "RAM"), "--accept 'RAM'"),
         (("--profile", "huge"), "invalid choice"),
+        (("--profile", "tiny", "--", "--port", "8000"), "--port after --"),
+        (("--profile", "tiny", "--", "--host=0.0.0.0"), "--host after --"),
+        (("--profile", "tiny", "--", "--model-path", "m"), "--model-path after --"),
+        (("--profile", "tiny", "--", "--admin-api-key", "k"), "--admin-api-key after --"),
+        (("--profile", "tiny", "--", "--ssl-certfile=c"), "--ssl-certfile after --"),
         ((), "--profile"),
     ],
 )
 def test_bad_usage_is_refused_by_name(args: tuple[str, ...], words: str) -> None:
-    done = serve(*args, "--dry-run")
+    done = serve("--dry-run", *args)
     assert done.returncode == 2
     assert words in done.stderr
 
