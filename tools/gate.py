@@ -6,7 +6,8 @@ bench, memory and boot time. The recording is compared with the last prefix that
 prefix and the raw recordings; a second call goes on where the first stopped. Read docs/GATE.md.
 
 Exit codes: 0 every patch is EQUIVALENT (or fails as declared with --fails-with), 1 a patch is DIFFERENT or broke
-serving, 2 usage, 3 inconclusive, partial, or nothing compared, 4 environment fault, 130 interrupted.
+serving, 2 usage, 3 inconclusive, partial, or nothing compared, 4 environment fault (a server that is killed, or not
+up in time, leaves no record), 130 interrupted.
 """
 
 from __future__ import annotations
