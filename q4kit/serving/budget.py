@@ -5,8 +5,7 @@ What is computed from shapes is checked: weights, experts and table against chec
 parts are estimates and marked so: `GPU reserve` is what SGLang itself sets aside for activations and graphs,
 `server processes` is what the Python processes take.
 
-Host RAM of offloaded experts is what torch takes for them: its caching allocator of pinned memory rounds each tensor up
-to a power of two. Paged experts are pinned at their exact size (patch 0010), which does not cover --cpu-offload-gb.
+Experts in host RAM are pinned at their own size: paged ones by patch 0010, offloaded ones by patch 0020.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from q4kit.errors import UsageError
 from q4kit.serving.shape import DTYPE_BYTES, Shape
 
 GIB = 2**30
+PAGE_BYTES = 4096
 Place = Literal["vram", "ram", "disk"]
 Table = Literal["nvme", "pinned", "gpu"]
 SLOTS_PER_REQUEST = 8
@@ -158,8 +158,11 @@ def layer_tensors(shape: Shape, expert_format: str) -> list[int]:
 
 
 def pinned_bytes(nbytes: int) -> int:
-    """Return the block that torch takes for a pinned tensor of `nbytes` > 0: the next power of two."""
-    return 1 << (nbytes - 1).bit_length()
+    """Return the host RAM of a pinned tensor of `nbytes` > 0.
+
+    Whole pages from 1 MiB on (patch 0020); a smaller one comes from torch's allocator: the next power of two.
+    """
+    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES if nbytes >= 2**20 else 1 << (nbytes - 1).bit_length()
 
 
 @dataclass(frozen=True)
@@ -169,7 +172,7 @@ class Offload:
     moved: int
     """Bytes of the tensors that are in host RAM."""
     pinned: int
-    """Bytes of their pinned blocks."""
+    """Host RAM that they take, bytes."""
     staged: int
     """Most bytes of one layer: its hook copies them to the GPU before the layer runs."""
 
@@ -287,7 +290,7 @@ def _experts(shape: Shape, settings: Settings) -> list[Item]:
         Item("routed experts", "vram", max(0, total - host.moved), f"all but the offloaded, {what}"),
         Item(
             "routed experts", "ram", host.pinned,
-            f"--cpu-offload-gb {limit}: {host.moved / GIB:.2f} GiB, each tensor pinned in a power of two",
+            f"--cpu-offload-gb {limit}: whole tensors, layer by layer, pinned at their own size",
         ),
         Item("staged experts of one layer", "vram", host.staged, "copied to the GPU before the layer runs"),
     ]  # fmt: skip

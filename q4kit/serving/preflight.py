@@ -170,11 +170,8 @@ def _vram(machine: Machine, parts: budget.Budget) -> Check:
 def _ram(machine: Machine, parts: budget.Budget, profile: Profile) -> Check:
     need = parts.total("ram")
     remedy = "end other programs; a smaller expert format"
-    if profile.placement == "offload":
-        remedy += (
-            "; torch rounds every offloaded tensor up to a power of two, so --profile 24gb-128ram, which does not, "
-            "takes less (docs/SERVING.md, Budget)"
-        )
+    if profile.placement == "paged":
+        remedy += ", or --profile 24gb-64ram, which keeps no second copy of the experts"
     return Check(
         "host RAM", "ok" if machine.ram_available >= need else "refused", f"{_gib(machine.ram_available)} available",
         _gib(need), remedy,

@@ -44,8 +44,7 @@ PROFILES: Mapping[str, Profile] = {
             "cuda", "offload", 16384, 1, 8, 2048, ("int2",), vram_gib=23,
         ),
         Profile(
-            "24gb-64ram", "24 GB GPU, 64 GB RAM: 4-bit experts, each either on the GPU or in RAM; "
-            "takes more than 64 GB so far: torch rounds pinned tensors up",
+            "24gb-64ram", "24 GB GPU, 64 GB RAM: 4-bit experts, each either on the GPU or in RAM",
             "cuda", "offload", 16384, 1, 8, 2048, ("int4", "nvfp4"), vram_gib=23,
         ),
         Profile(

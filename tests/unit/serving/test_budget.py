@@ -97,14 +97,10 @@ def test_paged_experts_keep_all_of_them_in_ram_and_offload_does_not() -> None:
     assert offload.total("ram") == in_ram + budget.PROCESS_BYTES
 
 
-@pytest.mark.parametrize(
-    ("name", "claim"), [("nvfp4", "experts-nvfp4-pinned-gib"), ("int4", "experts-int4-pinned-gib")]
-)
-def test_an_offload_larger_than_the_experts_leaves_none_on_the_gpu(name: str, claim: str) -> None:
+@pytest.mark.parametrize("name", ["nvfp4", "int4", "int2", "bf16"])
+def test_an_offload_larger_than_the_experts_leaves_none_on_the_gpu(name: str) -> None:
     found = budget.compute(MODEL, Settings(offload_gib=1000, expert_format=name))
-    on_gpu, in_ram = [i.nbytes for i in found.items if i.name == "routed experts"]
-    assert on_gpu == 0
-    assert in_ram / GIB == load_ledger(ROOT / "results" / "claims.toml").claims[claim].value
+    assert [i.nbytes for i in found.items if i.name == "routed experts"] == [0, budget.routed_bytes(MODEL, name)]
 
 
 @pytest.mark.parametrize("name", list(FORMATS))
@@ -112,8 +108,11 @@ def test_the_tensors_of_all_layers_are_all_routed_experts(name: str) -> None:
     assert MODEL.layers * sum(budget.layer_tensors(MODEL, name)) == budget.routed_bytes(MODEL, name)
 
 
-@pytest.mark.parametrize(("nbytes", "block"), [(1, 1), (2, 2), (3, 4), (2**30, 2**30), (2**30 + 1, 2**31)])
-def test_a_pinned_block_is_the_next_power_of_two(nbytes: int, block: int) -> None:
+@pytest.mark.parametrize(
+    ("nbytes", "block"),
+    [(1, 1), (3, 4), (2**20 - 1, 2**20), (2**20, 2**20), (2**20 + 1, 2**20 + 4096), (838_860_800, 838_860_800)],
+)
+def test_a_pinned_tensor_takes_its_own_size_from_a_mebibyte_on(nbytes: int, block: int) -> None:
     assert budget.pinned_bytes(nbytes) == block
 
 
@@ -122,8 +121,8 @@ def test_an_offload_moves_whole_tensors_layer_by_layer() -> None:
     first, second, *rest = budget.layer_tensors(MODEL, "int4")
     layer = first + second + sum(rest)
     assert budget.offload(MODEL, "int4", 0) == budget.Offload(0, 0, 0)
-    assert budget.offload(MODEL, "int4", 1) == budget.Offload(first, 2**30, first)
-    assert budget.offload(MODEL, "int4", first + 1) == budget.Offload(first + second, 3 * 2**29, first + second)
+    assert budget.offload(MODEL, "int4", 1) == budget.Offload(first, first, first)
+    assert budget.offload(MODEL, "int4", first + 1) == budget.Offload(*[first + second] * 3)
     whole = budget.offload(MODEL, "int4", 3 * layer + 1)
     assert (whole.moved, whole.staged) == (3 * layer + first, layer)
 
