@@ -3,7 +3,8 @@
 
 Without --table a random table is made once in the cache folder and kept. --quick takes under 40 seconds (after the
 table and the native code have been built once) and gives the quoted ratios; the default run covers all row counts.
-Cold means evicted and verified (mincore), before every series of batches.
+Cold means evicted and verified (mincore), before every series of batches. Where the table does not stay in the page
+cache, the cold figures stand alone and the report says why (a smaller --size-mib may fit).
 
 Exit codes: 0 measured; 2 usage; 4 nothing could be measured; 130 interrupted (partial result kept).
 """

@@ -71,8 +71,7 @@ def bench(
         *settled.items(),
     ]
     result = render.report(lines, measured.waves, measured.bulk, ratios, facts)
-    if measured.partial:
-        result.warnings.append("interrupted: partial")
+    result.warnings += warnings(measured)
     result.data = {
         **ratios,
         "lines": [asdict(line) for line in lines],
@@ -86,6 +85,15 @@ def bench(
         },
     }
     return result, measured
+
+
+def warnings(measured: measure.Measurement) -> list[str]:
+    """Return what a reader of the report must know before its figures."""
+    found = ["interrupted: partial"] if measured.partial else []
+    if measured.no_warm:
+        some = any(cache == "warm" for _, _, cache in measured.samples)
+        found.append(f"{'warm rounds ended early' if some else 'no warm figures'}: {measured.no_warm}")
+    return found
 
 
 def inspect(path: Path, prefix: str | None = None) -> Report:

@@ -61,6 +61,8 @@ class Measurement:
     waves: list[fio.FioRun] = field(default_factory=list)
     bulk: dict[int, list[fio.FioRun]] = field(default_factory=dict)
     partial: bool = False
+    no_warm: str = ""
+    """Why the warm rounds ended before their time, empty when they did not; cold figures are complete then."""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -68,6 +70,7 @@ class Measurement:
             "fio_waves": [w.to_json() for w in self.waves],
             "fio_bulk": {str(d): [r.to_json() for r in runs] for d, runs in self.bulk.items()},
             "partial": self.partial,
+            "no_warm": self.no_warm,
         }
 
 
@@ -82,7 +85,10 @@ def run(
     seed: int | None = None,
     log: Log = lambda line: None,
 ) -> Measurement:
-    """Return cold rounds, then warm rounds; an interrupt keeps what was measured and marks it partial."""
+    """Return cold rounds, then warm rounds; an interrupt keeps what was measured and marks it partial.
+
+    A table that does not stay in the page cache ends the warm rounds only: `no_warm` says why.
+    """
     result = Measurement()
     rng = np.random.default_rng(seed)
     out = np.empty((max(plan.batches), row_bytes), dtype=np.uint8)
@@ -96,21 +102,38 @@ def run(
         log("reading the table into the page cache")
         for contender in contenders.values():
             contender.release()
-        for number in range(plan.rounds):
-            log(f"warm round {number + 1} of {plan.rounds}")
-            for count, batches in plan.batches.items():
-                for name, contender in contenders.items():
-                    slow = count == max(plan.batches) and (name, "warm") in plan.once
-                    if slow and number:
-                        continue
-                    share = _warm(files)
-                    many = 1 if slow else max(batches, WARM_BATCHES)
-                    samples = _batches(result, name, contender, count, "warm", many, rows, rng, out)
-                    if share is not None:
-                        samples.resident.append(share)
+        try:
+            _warm_rounds(result, contenders, files, rows, plan, rng, out, log)
+        except EnvironmentFault as fault:
+            result.no_warm = str(fault)
+            log(f"no more warm rounds: {fault}")
     except KeyboardInterrupt:
         result.partial = True
     return result
+
+
+def _warm_rounds(
+    result: Measurement,
+    contenders: Mapping[str, Contender],
+    files: Sequence[Path],
+    rows: int,
+    plan: Plan,
+    rng: np.random.Generator,
+    out: Rows,
+    log: Log,
+) -> None:
+    for number in range(plan.rounds):
+        log(f"warm round {number + 1} of {plan.rounds}")
+        for count, batches in plan.batches.items():
+            for name, contender in contenders.items():
+                slow = count == max(plan.batches) and (name, "warm") in plan.once
+                if slow and number:
+                    continue
+                share = _warm(files)
+                many = 1 if slow else max(batches, WARM_BATCHES)
+                samples = _batches(result, name, contender, count, "warm", many, rows, rng, out)
+                if share is not None:
+                    samples.resident.append(share)
 
 
 def _warm(files: Sequence[Path]) -> float | None:

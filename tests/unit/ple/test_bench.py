@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import mmap
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from q4kit.bench import machine
 from q4kit.errors import EnvironmentFault
-from q4kit.ple import contenders, disk, fio, measure, render, summary, table
+from q4kit.ple import commands, contenders, disk, fio, measure, render, summary, table
 
 MIB = 1 << 20
 
@@ -180,6 +182,43 @@ def test_a_table_that_leaves_the_page_cache_is_read_again_before_each_warm_serie
     assert max(share for share in shares if share is not None) < measure.MIN_RESIDENT_WARM
     assert len(result.samples["x", 16, "warm"].resident) == 3
     assert min(result.samples["x", 16, "warm"].resident) >= measure.MIN_RESIDENT_WARM
+
+
+@pytest.mark.parametrize(("stays", "words"), [(0, "no warm figures: only"), (1, "warm rounds ended early: only")])
+def test_a_table_that_never_stays_warm_keeps_its_cold_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stays: int, words: str
+) -> None:
+    place = table.random_table(tmp_path, 4 * MIB)
+    path = place / "ple_table.bin"
+    read, calls = machine.warm, []
+
+    def warm(files: Sequence[Path]) -> float | None:
+        """Read the table, and give its pages back from the call `stays` on: a machine without room for it."""
+        calls.append(read(files))
+        return calls[-1] if len(calls) <= stays else machine.evict(files)
+
+    def batches(*arguments: Any) -> summary.Samples:
+        samples = measured(*arguments)
+        machine.evict([path])
+        return samples
+
+    measured = measure._batches
+    monkeypatch.setattr(measure.machine, "warm", warm)
+    monkeypatch.setattr(measure, "_batches", batches)
+    contender = contenders.SixteenThreads(path, 160)
+    result = measure.run({"x": contender}, [path], 160, 100, measure.Plan({16: 3}, 2, 0.1, ()), with_fio=False)
+    contender.close()
+    assert len(result.samples["x", 16, "cold"].seconds) == 6
+    assert (("x", 16, "warm") in result.samples) == bool(stays)
+    assert not result.partial
+    assert "of the table stays in the page cache" in result.to_json()["no_warm"]
+    (warning,) = commands.warnings(result)
+    assert warning.startswith(words)
+
+
+def test_a_whole_run_has_no_warning() -> None:
+    assert commands.warnings(measure.Measurement()) == []
+    assert commands.warnings(measure.Measurement(partial=True)) == ["interrupted: partial"]
 
 
 def test_interrupt_keeps_what_was_measured(tmp_path: Path) -> None:
