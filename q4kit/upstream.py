@@ -17,7 +17,8 @@ NOTES = Path("upstream") / "pull_requests.toml"
 DOCUMENT = Path("docs") / "UPSTREAM.md"
 
 _HEADING = re.compile(rf"^({'|'.join(SECTIONS)})(?::[ ]?|$)(.*)$")
-_TRAILER = re.compile(r"^[A-Z][A-Za-z-]+: ")
+_TRAILER = re.compile(r"^(?:Claims|Finding|Upstream-Status|[A-Z][a-z]+(?:-[a-z]+)*-by): ")
+"""The trailers of a patch message. Any other word with a colon is prose: "Before: 4 failed."."""
 _COMMAND = re.compile(r"^(?:python -m )?pytest ")
 
 
@@ -98,10 +99,15 @@ def sections(body: str, name: str = "the message") -> dict[str, str]:
 
 
 def _without_trailers(body: str) -> list[str]:
-    paragraphs = body.rstrip().split("\n\n")
-    if paragraphs and all(_TRAILER.match(line) or line.startswith(" ") for line in paragraphs[-1].splitlines()):
-        paragraphs = paragraphs[:-1]
-    return "\n\n".join(paragraphs).split("\n")
+    """Return the lines before the trailers that end a message; a trailer's continuation lines start with a space."""
+    lines = body.rstrip().split("\n")
+    end = len(lines)
+    for place in range(len(lines) - 1, -1, -1):
+        if _TRAILER.match(lines[place]):
+            end = place
+        elif not lines[place].startswith(" "):
+            break
+    return lines[:end]
 
 
 def unwrapped(text: str) -> str:

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Return the exit code: 0 every kill was named and mended, 1 one was not."""
+    """Return the exit code: 0 every kill was named and mended, 1 one was not, 2 usage, 4 environment fault."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--python", default=sys.executable, help="interpreter whose SGLang is copied (this one)")
     parser.add_argument("--count", type=int, default=20, help="kills (20)")
@@ -25,6 +25,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="OUT", help="write the record here")
     args = parser.parse_args(argv)
     try:
+        drill.check_count(args.count)  # before the copy, which takes a while
         series = manifest.load(ROOT / "upstream" / "series-q4head")
         source = targets.installed_target(args.python, series.base.package)
         with tempfile.TemporaryDirectory(prefix="kill-drill-") as scratch:

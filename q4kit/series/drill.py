@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from q4kit.errors import EnvironmentFault
+from q4kit.errors import EnvironmentFault, UsageError
 from q4kit.series import git, installed, journal, state, targets
 from q4kit.series.manifest import Series
 
@@ -51,8 +51,10 @@ class Drill:
 
     @property
     def holds(self) -> bool:
-        """Every kill left a state that has a name, and every tree was restored byte for byte."""
-        return all(t.restored and (t.state in ("clean", "applied") or t.interrupted > 0) for t in self.trials)
+        """There was a kill, each left a state that has a name, and every tree was restored byte for byte."""
+        return bool(self.trials) and all(
+            t.restored and (t.state in ("clean", "applied") or t.interrupted > 0) for t in self.trials
+        )
 
     def states(self) -> dict[str, int]:
         seen: dict[str, int] = {}
@@ -68,6 +70,12 @@ class Drill:
 def name_of(state: str) -> str:
     """Return the word for a state: `status` calls an interrupted command's tree drifted and says why."""
     return "interrupted" if state == "drifted" else state
+
+
+def check_count(count: int) -> None:
+    """Raise UsageError for a drill that would kill nothing, and so show nothing."""
+    if count < 1:
+        raise UsageError(f"--count {count}: expected 1 kill or more", remedy="20 is the default")
 
 
 def copy_environment(source: targets.InstalledTarget, root: Path) -> str:
@@ -106,6 +114,7 @@ def run(
 
     Half of the kills fall anywhere in the run, half in the short phase that changes the package.
     """
+    check_count(count)
     target = targets.installed_target(python, series.base.package)
     installed.revert(target, series=series)
     before = snapshot(target)

@@ -62,6 +62,21 @@ def test_sections_of_both_spellings() -> None:
     assert found["Verification"].endswith("Before: 1 failed. After: 1 passed.")
 
 
+@pytest.mark.parametrize(
+    ("end", "last"),
+    [
+        ("Before: 4 failed.", "Before: 4 failed."),
+        ("Before: 4 failed.\nAfter: 4 passed.", "Before: 4 failed.\nAfter: 4 passed."),
+        ("Before: 4 failed.\n\nFinding: 3\nSigned-off-by: A <a@b.c>", "Before: 4 failed."),
+        ("Before: 4 failed.\nReported-by: B <b@b.c>", "Before: 4 failed."),
+        ("Before:\n  4 failed.\n\nClaims: one\n two\nCo-authored-by: B <b@b.c>", "Before:\n  4 failed."),
+    ],
+)
+def test_only_trailers_are_left_out(end: str, last: str) -> None:
+    body = f"Motivation: why\n\nMechanism: how\n\nVerification: seen\n\n{end}\n"
+    assert upstream.sections(body)["Verification"] == f"seen\n\n{last}"
+
+
 @pytest.mark.parametrize("section", upstream.SECTIONS)
 def test_a_missing_section_is_named(section: str) -> None:
     with pytest.raises(UsageError, match=f"x.patch has no {section}"):

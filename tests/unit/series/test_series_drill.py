@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from series_world import World
 from test_series_installed import APPLY
 
+from q4kit.errors import UsageError
 from q4kit.series import drill, installed
 from q4kit.series.targets import InstalledTarget
+
+TOOL = Path(__file__).resolve().parents[3] / "tools" / "kill_drill.py"
 
 
 def command(env: InstalledTarget, world: World) -> list[str]:
@@ -56,3 +61,19 @@ def test_the_copy_has_the_same_bytes(env: InstalledTarget, tmp_path) -> None:
     copied = drill.targets.installed_target(python, env.package)
     assert drill.snapshot(copied) == drill.snapshot(env)
     assert (tmp_path / "checkout" / ".git").is_dir()
+
+
+@pytest.mark.parametrize("count", [0, -1])
+def test_a_drill_without_a_kill_is_refused(world: World, env: InstalledTarget, python: str, count: int) -> None:
+    before = drill.snapshot(env)
+    with pytest.raises(UsageError, match=f"--count {count}: expected 1 kill or more") as caught:
+        drill.run(python, world.series, command=command(env, world), count=count, seed=3)
+    assert caught.value.remedy
+    assert drill.snapshot(env) == before
+    done = subprocess.run([sys.executable, TOOL, f"--count={count}"], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"--count {count}" in done.stderr
+
+
+def test_no_kill_shows_nothing() -> None:
+    assert not drill.Drill("sglang", "1", 1, 1, 1.0, 0).holds
