@@ -1,7 +1,8 @@
 """Does a server's chat route answer, and answer the same thing every time? A smoke test, not a quality test.
 
 One question is asked three times with everything stated that decides the answer: twice whole, once as a stream.
-The prefix cache is emptied before each, so that all three do the same work.
+The prefix cache is emptied before each, so that all three do the same work. On a GPU equal work need not give equal
+bits, and one bit can turn a greedy choice between two near tokens: there, answers whose text differs are a warning.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ class Result:
     prompt_tokens: int
     answers: list[Answer] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    """Answers that differ where equal bits are not promised."""
 
     @property
     def holds(self) -> bool:
@@ -53,15 +56,20 @@ class Result:
     def report(self) -> tuple[Report, int]:
         """Return the report and the exit code: 0 holds, 1 something is wrong with an answer."""
         first = self.answers[0] if self.answers else None
-        evidence = "; ".join(self.problems) or "two answers and a streamed one are equal, usage adds up"
-        report = Report("Chat smoke test", "HOLDS" if self.holds else "BROKEN", evidence)
+        good = "are well formed" if self.warnings else "are equal"
+        evidence = "; ".join(self.problems) or f"two answers and a streamed one {good}, usage adds up"
+        report = Report("Chat smoke test", "HOLDS" if self.holds else "BROKEN", evidence, warnings=list(self.warnings))
         report.facts = [
             ("model", self.model.rsplit("/", 1)[-1]),
             ("prompt tokens", self.prompt_tokens),
             ("completion tokens", first.usage.get("completion_tokens") if first else None),
             ("answer", repr(first.text[:60]) if first else None),
         ]
-        report.data = {"problems": self.problems, "texts": [answer.text for answer in self.answers]}
+        report.data = {
+            "problems": self.problems,
+            "differences": self.warnings,
+            "texts": [answer.text for answer in self.answers],
+        }
         return report, exit_codes.HOLDS if self.holds else exit_codes.NEGATIVE
 
 
@@ -100,8 +108,13 @@ def run(client: Client) -> Result:
     for kind, answer in zip(("first", "second", "streamed"), result.answers, strict=True):
         result.problems += _problems(kind, answer, result.prompt_tokens)
     first = result.answers[0]
+    exact = client.server_info().get("device") != "cuda"
     for kind, answer in (("second", result.answers[1]), ("streamed", result.answers[2])):
-        result.problems += _unequal(kind, first, answer)
+        if not exact and answer.comparable_text != first.comparable_text:
+            # From that token on it is another answer, of another length and perhaps another end.
+            result.warnings.append(_unequal(kind, first, answer)[0] + "; GPU kernels do not promise equal bits")
+        else:
+            result.problems += _unequal(kind, first, answer)
     return result
 
 
@@ -155,7 +168,7 @@ def _problems(kind: str, answer: Answer, prompt: int) -> list[str]:
 
 
 def _unequal(kind: str, first: Answer, other: Answer) -> list[str]:
-    """Return how an answer differs from the first."""
+    """Return how an answer differs from the first: its text before all else."""
     found = []
     if other.comparable_text != first.comparable_text:
         at = next(

@@ -15,11 +15,8 @@ import argparse
 import os
 import re
 import shlex
-import signal
 import sys
 from pathlib import Path
-from types import FrameType
-from typing import NoReturn
 
 from q4kit import exit_codes
 from q4kit.errors import Q4Error, UsageError
@@ -28,7 +25,7 @@ from q4kit.serving import facts, preflight, profiles
 from q4kit.serving.budget import FORMATS, KV_BYTES, Settings
 from q4kit.serving.checkpoint import expert_format, inspect
 from q4kit.serving.profiles import PROFILES, Options, Profile
-from q4kit.serving.run import Plan, StopRequested, serve
+from q4kit.serving.run import Plan, StopRequested, catch_signals, exclusive, serve
 from q4kit.serving.shape import Shape, from_config
 from q4kit.tinymodel import PRESETS, generate
 
@@ -112,7 +109,9 @@ def run(args: argparse.Namespace) -> int:
         model=table_dir or model, run_dir=run_dir, python=sys.executable, host=args.host, port=args.port
     )
     shape, settings = chosen or (None, None)
-    checks = preflight.check(profile, machine, checkpoint, shape, settings, memory_max=memory_max, accept=args.accept)
+    checks = preflight.check(
+        profile, machine, checkpoint, shape, settings, memory_max=memory_max, accept=args.accept, extra=args.sglang
+    )
     unknown = sorted(set(args.accept) - {c.name for c in checks})
     if unknown:
         raise UsageError(f"--accept {unknown[0]!r}", remedy=f"one of: {', '.join(sorted({c.name for c in checks}))}")
@@ -133,14 +132,15 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         print("\ndry run: nothing was started")
         return exit_codes.HOLDS
-    _catch_signals()
+    catch_signals()
     job = Plan(
         model=model, python=sys.executable, device=profile.device, flags=flags, env={}, host=args.host, port=args.port,
         prefix=prefix, timeout_s=args.timeout, log=run_dir / "server.log", environment=environment,
         smoke_json=run_dir / "smoke.json",
     )  # fmt: skip
     print(f"\nstarting; log: {job.log}", flush=True)
-    return serve(job, say, progress)
+    with exclusive(run_dir):
+        return serve(job, say, progress)
 
 
 def scope(memory_max: int) -> list[str]:
@@ -174,14 +174,6 @@ def progress(seconds: float, line: str) -> None:
         print(f"\r\033[K{seconds:5.0f} s  {line[:100]}", end="", file=sys.stderr, flush=True)
     elif int(seconds) % 15 == 0:
         print(f"{seconds:5.0f} s  {line[:140]}", file=sys.stderr, flush=True)
-
-
-def _catch_signals() -> None:
-    def stop(number: int, frame: FrameType | None) -> NoReturn:
-        raise StopRequested(number)
-
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, stop)
 
 
 def main(argv: list[str] | None = None) -> int:

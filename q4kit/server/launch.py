@@ -81,7 +81,7 @@ class ServerProcess:
     @property
     def api_key(self) -> str | None:
         """The key that its command line asks of clients, None for none."""
-        return _flag_value("--api-key", self.command)
+        return flag_value("--api-key", self.command)
 
     @property
     def pid(self) -> int:
@@ -235,7 +235,7 @@ def _environment(
             defaults["--dtype"] = "float32"
         given = {arg.split("=", 1)[0] for arg in extra_args if arg.startswith("--")}
         flags = [flag if value is None else f"{flag}={value}" for flag, value in defaults.items() if flag not in given]
-        if _flag_value("--dtype", [*flags, *extra_args]) == "float32":
+        if flag_value("--dtype", [*flags, *extra_args]) == "float32":
             environment |= FLOAT32_ENV
     if pythonpath is not None:
         rest = environment.get("PYTHONPATH")
@@ -255,10 +255,10 @@ def _config_dtype(model: Path) -> str | None:
     return None if dtype is None else str(dtype)
 
 
-def _flag_value(flag: str, arguments: Sequence[str]) -> str | None:
+def flag_value(flag: str, arguments: Sequence[str]) -> str | None:
     """Return the last value given for `flag`, in either spelling."""
     value = None
-    for here, following in zip(arguments, [*arguments[1:], ""], strict=True):
+    for here, following in zip(arguments, [*arguments, ""][1:], strict=True):
         if here == flag:
             value = following
         elif here.startswith(f"{flag}="):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from q4kit.report import Table
+from q4kit.server.launch import flag_value
 from q4kit.serving import budget
 from q4kit.serving.budget import FORMATS, GIB, Settings
 from q4kit.serving.checkpoint import Checkpoint, method
@@ -43,14 +44,16 @@ def check(
     *,
     memory_max: int | None = None,
     accept: Sequence[str] = (),
+    extra: Sequence[str] = (),
 ) -> list[Check]:
     """Return all findings. `shape` and `chosen` are None where the checkpoint's config cannot be used.
 
-    A refused check whose name is in `accept` becomes "accepted": the user takes the responsibility.
+    A refused check whose name is in `accept` becomes "accepted": the user takes the responsibility. `extra`: SGLang
+    arguments of the user.
     """
     gpu = profile.device == "cuda"
     found = [_series(machine), _port(machine)]
-    found += _checkpoint(checkpoint)
+    found += _checkpoint(checkpoint, flag_value("--chat-template", extra) is not None)
     if gpu:
         found += _gpu(machine)
         found.append(_experts(profile, checkpoint))
@@ -97,7 +100,7 @@ def _port(machine: Machine) -> Check:
     return Check("port", level, "free" if machine.port_free else "taken", "free", "--port with another number")
 
 
-def _checkpoint(checkpoint: Checkpoint) -> list[Check]:
+def _checkpoint(checkpoint: Checkpoint, own_template: bool) -> list[Check]:
     needed = "config, index, whole weight files, table parts, tokenizer"
     if not checkpoint.complete:
         return [Check("checkpoint", "refused", what, needed, remedy) for what, remedy in checkpoint.problems]
@@ -107,10 +110,9 @@ def _checkpoint(checkpoint: Checkpoint) -> list[Check]:
     kind = str(checkpoint.config.get("model_type"))
     if kind not in ("qwen4_exp", "qwen4_exp_text"):
         checks.append(Check("model", "refused", kind, "qwen4_exp", "this series serves Qwen4-Exp only"))
-    if not checkpoint.has_chat_template:
-        checks.append(
-            Check("chat template", "warning", "none", "for /v1/chat/completions", "pass --chat-template after --")
-        )
+    if not checkpoint.has_chat_template and not own_template:
+        needed = "one: the smoke test asks /v1/chat/completions"
+        checks.append(Check("chat template", "refused", "none", needed, "-- --chat-template FILE"))
     return checks
 
 

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
+import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
+from typing import NoReturn
 
 from q4kit import exit_codes, smoke
-from q4kit.errors import ServerError
+from q4kit.errors import EnvironmentFault, ServerError
 from q4kit.provenance import collect
 from q4kit.report import Report, write_json
 from q4kit.server.client import GREEDY, Client
-from q4kit.server.launch import Device, Progress, ServerProcess, launch
+from q4kit.server.launch import Device, Progress, ServerProcess, flag_value, launch
 
 WARM_UP = (16, 300, 700)
 """Prompt lengths in tokens: below and above a page, and above a prefill chunk of the tiny profile."""
@@ -29,6 +34,17 @@ class StopRequested(BaseException):
     def __init__(self, number: int) -> None:
         super().__init__(f"signal {number}")
         self.number = number
+
+
+def catch_signals() -> None:
+    """Make SIGINT, SIGTERM and SIGHUP raise StopRequested; one that is ignored stays so: nohup means it."""
+
+    def stop(number: int, frame: FrameType | None) -> NoReturn:
+        raise StopRequested(number)
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, stop)
 
 
 @dataclass(frozen=True)
@@ -50,6 +66,24 @@ class Plan:
 
 
 Say = Callable[[str], None]
+
+
+@contextlib.contextmanager
+def exclusive(run_dir: Path) -> Iterator[None]:
+    """Hold `run_dir`, which is made, for one server: a second one would write over the first one's log.
+
+    Raises:
+        EnvironmentFault: another process holds it.
+    """
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with (run_dir / "lock").open("a", encoding="utf-8") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise EnvironmentFault(
+                f"{run_dir} belongs to a server that runs now", remedy="stop that one, or give --run-dir another folder"
+            ) from error
+        yield
 
 
 def serve(plan: Plan, say: Say, progress: Progress) -> int:
@@ -93,9 +127,10 @@ def serve(plan: Plan, say: Say, progress: Progress) -> int:
 def prepare(plan: Plan, server: ServerProcess, say: Say) -> tuple[Report, int]:
     """Warm up, freeze the garbage collector, test the chat route, write the provenance; return the smoke report."""
     with Client(server.base_url, plan.timeout_s, api_key=server.api_key) as client:
-        warm_up(client)
+        lengths = warm_up(client, _context(plan.flags))
         client.freeze_gc()
-        say(f"warmed up with prompts of {', '.join(map(str, WARM_UP))} tokens; garbage collection frozen")
+        prompts = f"prompts of {', '.join(map(str, lengths))} tokens" if lengths else "nothing: no prompt fits"
+        say(f"warmed up with {prompts}; garbage collection frozen")
         report, code = smoke.run(client).report()
         write_json(plan.smoke_json, report.to_json())
         write_json(plan.environment, collect(client, tool="serve"))
@@ -103,12 +138,23 @@ def prepare(plan: Plan, server: ServerProcess, say: Say) -> tuple[Report, int]:
     return report, code
 
 
-def warm_up(client: Client) -> None:
-    """Send prompts of several lengths, so that the first user does not wait for kernels to compile."""
-    for length in WARM_UP:
+def _context(flags: Sequence[str]) -> int | None:
+    """Return the context that the server was given, None where it has the model's."""
+    value = flag_value("--context-length", flags)
+    return int(value) if value and value.isdecimal() else None
+
+
+def warm_up(client: Client, context: int | None = None) -> tuple[int, ...]:
+    """Send prompts of several lengths, so that the first user does not wait for kernels to compile; return them.
+
+    Only those that fit into `context` tokens with their answer; None: all.
+    """
+    lengths = tuple(n for n in WARM_UP if context is None or n + _WARM_UP_NEW <= context)
+    for length in lengths:
         ids = [(7 * position) % 400 + 10 for position in range(length)]
         client.generate({"input_ids": ids, "sampling_params": {**GREEDY, "max_new_tokens": _WARM_UP_NEW}})
     client.flush_cache()
+    return lengths
 
 
 def wait(server: ServerProcess, say: Say) -> int:

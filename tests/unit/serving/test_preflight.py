@@ -25,7 +25,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 def checks(
     folder: Path, profile: str = "24gb-128ram", *, options: Options | None = None, accept: tuple[str, ...] = (),
-    memory_max: int | None = None, table_dir: Path | None = None, **change: Any,
+    memory_max: int | None = None, table_dir: Path | None = None, extra: tuple[str, ...] = (), **change: Any,
 ) -> dict[str, preflight.Check]:  # fmt: skip
     """Return the findings by name; several of one name are joined by their first refusal."""
     found = inspect(folder, table_dir)
@@ -36,7 +36,7 @@ def checks(
         settings = profiles.settings(PROFILES[profile], options or Options(), shape, named)
     result: dict[str, preflight.Check] = {}
     for check in preflight.check(
-        PROFILES[profile], machine(**change), found, shape, settings, memory_max=memory_max, accept=accept
+        PROFILES[profile], machine(**change), found, shape, settings, memory_max=memory_max, accept=accept, extra=extra
     ):
         if check.name not in result or check.level == "refused":
             result[check.name] = check
@@ -145,6 +145,14 @@ def test_autoround_under_the_pager_is_a_warning(checkpoint: Path) -> None:
 
 def test_a_context_beyond_the_model_is_refused(checkpoint: Path) -> None:
     assert checks(checkpoint, options=Options(context=262_145, max_requests=1))["context"].level == "refused"
+
+
+def test_a_checkpoint_without_a_chat_template_is_refused_unless_one_is_given(checkpoint: Path) -> None:
+    """The smoke test would refuse it after the whole load."""
+    (checkpoint / "tokenizer_config.json").write_text("{}")
+    assert levels(checks(checkpoint)) == {"chat template": "refused"}
+    for extra in (("--chat-template", "x.jinja"), ("--chat-template=x.jinja",)):
+        assert levels(checks(checkpoint, extra=extra)) == {}
 
 
 def test_a_memory_cap_needs_systemd_and_room(checkpoint: Path) -> None:

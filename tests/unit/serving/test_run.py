@@ -12,21 +12,20 @@ from pathlib import Path
 
 import pytest
 
+from q4kit.errors import EnvironmentFault
 from q4kit.server.launch import _group_members
-from q4kit.serving.run import StopRequested, _code
+from q4kit.serving.run import StopRequested, _code, _context, exclusive, warm_up
+from tests.fakes.adversary import Adversary, Reply
 
 FAKE = Path(__file__).resolve().parents[1] / "launch" / "fake_server.py"
 DRIVER = """
 import signal, sys
 from pathlib import Path
 from q4kit.errors import Q4Error
-from q4kit.serving.run import Plan, StopRequested, serve
+from q4kit.serving.run import Plan, catch_signals, serve
 
-def stop(number, frame):
-    raise StopRequested(number)
-
-for number in (signal.SIGINT, signal.SIGTERM):
-    signal.signal(number, stop)
+signal.signal(signal.SIGINT, signal.default_int_handler)
+catch_signals()
 folder = Path(sys.argv[1])
 plan = Plan(
     model=folder / "model", python=str(folder / "python"), device="cpu", flags=sys.argv[4:], env={}, host="127.0.0.1",
@@ -112,3 +111,57 @@ def test_the_key_of_the_server_is_shown_to_it_from_the_first_request_on(folder: 
 def test_status_codes_are_those_of_a_shell() -> None:
     assert [_code(status) for status in (0, 3, -9, -15)] == [0, 3, 137, 143]
     assert str(StopRequested(15)) == "signal 15"
+
+
+@pytest.mark.parametrize(
+    ("context", "lengths"), [(None, (16, 300, 700)), (708, (16, 300, 700)), (707, (16, 300)), (307, (16,)), (20, ())]
+)
+def test_warm_up_prompts_fit_the_context(context: int | None, lengths: tuple[int, ...]) -> None:
+    server = Adversary()
+    answer = {"text": "x", "meta_info": {"finish_reason": {"type": "length", "length": 8}}}
+    server.handlers["/generate"] = lambda payload: Reply(answer)
+    assert warm_up(server.client(), context) == lengths
+    assert tuple(len(sent["input_ids"]) for sent in server.payloads("/generate")) == lengths
+
+
+def test_the_context_of_the_server_is_the_last_one_given() -> None:
+    assert _context(["--context-length=8192", "--context-length", "512"]) == 512
+    assert _context(["--max-running-requests=1"]) is None
+
+
+def test_a_run_folder_belongs_to_one_server(tmp_path: Path) -> None:
+    with exclusive(tmp_path / "run"):
+        with (
+            pytest.raises(EnvironmentFault, match="belongs to a server that runs now") as caught,
+            exclusive(tmp_path / "run"),
+        ):
+            pass
+        assert "--run-dir" in caught.value.remedy
+        with exclusive(tmp_path / "other"):
+            pass
+    with exclusive(tmp_path / "run"):
+        pass
+
+
+HANGUP = """
+import os, signal
+from q4kit.serving.run import StopRequested, catch_signals
+
+catch_signals()
+for number in (signal.SIGHUP, signal.SIGTERM):
+    try:
+        os.kill(os.getpid(), number)
+        print("ignored")
+    except StopRequested as stop:
+        print(stop.number)
+"""
+
+
+@pytest.mark.parametrize(("prefix", "first"), [((), "1"), (("nohup",), "ignored")])
+def test_a_hangup_stops_a_server_unless_nohup_forbids_it(prefix: tuple[str, ...], first: str) -> None:
+    # SIGHUP may be ignored where the tests run, and is inherited.
+    done = subprocess.run(
+        ["env", "--default-signal=HUP", *prefix, sys.executable, "-c", HANGUP], capture_output=True, text=True,
+        stdin=subprocess.DEVNULL, check=True,
+    )  # fmt: skip
+    assert done.stdout.split() == [first, "15"]

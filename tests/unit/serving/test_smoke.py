@@ -20,8 +20,8 @@ Change = Callable[[dict[str, Any], int], None]
 class Chat:
     """A chat route that answers TEXT in 24 tokens, unless `change` spoils it."""
 
-    def __init__(self, change: Change | None = None, cut: bool = False) -> None:
-        self.server = Adversary()
+    def __init__(self, change: Change | None = None, cut: bool = False, device: str = "cpu") -> None:
+        self.server = Adversary(info={"device": device})
         self.change, self.cut, self.count = change or (lambda answer, number: None), cut, 0
         self.server.handlers[smoke.ROUTE] = self.reply
 
@@ -103,6 +103,34 @@ def test_a_bad_answer_is_named(change: Change, words: str) -> None:
     report, code = result.report()
     assert (report.verdict, code) == ("BROKEN", 1)
     assert any(words in problem for problem in result.problems), result.problems
+
+
+def test_on_a_gpu_another_text_is_a_warning_with_its_position() -> None:
+    def other(answer: dict[str, Any], number: int) -> None:
+        if number == 1:
+            answer["choices"][0] |= {"finish_reason": "stop"}
+            answer["choices"][0]["message"]["content"] = "Spring summer fall."
+            prompt = answer["usage"]["prompt_tokens"]
+            answer["usage"] |= {"completion_tokens": 5, "total_tokens": prompt + 5}
+
+    report, code = Chat(other, device="cuda").run().report()
+    assert (report.verdict, code) == ("HOLDS", 0)
+    assert "equal" not in report.evidence
+    (warning,) = report.warnings
+    assert "second answer differs from the first at character 14" in warning
+    assert Chat(other).run().report()[1] == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        spoil(CONTENT, "", only=1),
+        spoil(("choices", 0, "finish_reason"), "stop", only=2),
+        spoil(("usage", "total_tokens"), 7, only=1),
+    ],
+)
+def test_on_a_gpu_everything_else_still_counts(change: Change) -> None:
+    assert Chat(change, device="cuda").run().report()[1] == 1
 
 
 def test_a_character_cut_by_the_token_limit_is_no_difference() -> None:
