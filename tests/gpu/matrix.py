@@ -3,7 +3,8 @@
 
 --jobs servers boot side by side (a boot is mostly imports and graph capture), then they are asked one after the
 other while the rest is stopped (SIGSTOP), so that timings are not disturbed. Every cell's raw answers are kept in
-OUT/cells/; a second run skips what is there. The table goes to OUT/table.md and stdout.
+OUT/cells/; a second run skips what is there for the same trees, checkpoint and arguments, and asks other cells again
+(their old answers stay as CELL.json.old). The table goes to OUT/table.md and stdout.
 
 Per cell: teacher-forced logprobs of prompts of 1 to 3,000 tokens (chunk edges included), twice for the A/A floor; 200
 greedy tokens; two requests at once; decode speed; PCIe bytes a decoded token (NVML counters, sampled). Last, where the
@@ -36,6 +37,7 @@ from q4kit.errors import Q4Error, ServerError
 from q4kit.server.client import GREEDY, Client
 from q4kit.server.launch import ServerProcess, launch
 from tests.gpu.cells import CELLS, Cell
+from tests.gpu.inputs import fingerprint
 
 CHUNK = 2048
 LENGTHS = (1, 2, 5, 63, 64, 65, 127, 700, CHUNK - 1, CHUNK, CHUNK + 1, 3000)
@@ -251,6 +253,18 @@ def group_rss_gib(group: int) -> float:
     return total / 2**30
 
 
+def kept(record: Path, inputs: str) -> dict[str, Any] | None:
+    """Return the answers of a cell, None where there are none of these `inputs`; others are put aside."""
+    if not record.exists():
+        return None
+    result: dict[str, Any] = json.loads(record.read_text())
+    if result.get("cell", {}).get("inputs") == inputs:
+        return result
+    record.replace(record.with_name(f"{record.name}.old"))
+    print(f"{record.stem}: measured with another tree, checkpoint or arguments: again", file=sys.stderr, flush=True)
+    return None
+
+
 def main(argv: list[str] | None = None) -> int:
     """Return 0 when every cell ended as declared and no weight update to the same weights moved an answer."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -272,17 +286,26 @@ def main(argv: list[str] | None = None) -> int:
     (args.out / "cells").mkdir(parents=True, exist_ok=True)
     results: dict[str, dict[str, Any]] = {}
 
+    def tree(cell: Cell) -> str:
+        return str(args.stock if cell.tree == "stock" else args.patched)
+
+    def server_args(cell: Cell) -> list[str]:
+        return [*COMMON_ARGS, *args.arg, *cell.server_args(offload)]
+
+    content = {path: fingerprint([Path(path)]) for path in {tree(cell) for cell in cells}}
+    checkpoint = fingerprint([args.model])
+    inputs = {cell.name: fingerprint([], [content[tree(cell)], checkpoint, *server_args(cell)]) for cell in cells}
+
     def boot(cell: Cell) -> tuple[ServerProcess | None, dict[str, Any]]:
         """Return the healthy server, or None and the record of its failure."""
-        path = args.stock if cell.tree == "stock" else args.patched
         started = time.monotonic()
         try:
             server = launch(
                 args.model,
                 python=sys.executable,
-                pythonpath=path,
+                pythonpath=tree(cell),
                 log_path=args.out / f"{cell.name}.log",
-                extra_args=[*COMMON_ARGS, *args.arg, *cell.server_args(offload)],
+                extra_args=server_args(cell),
                 timeout_s=args.boot_timeout,
                 device="cuda",
             )
@@ -292,17 +315,18 @@ def main(argv: list[str] | None = None) -> int:
 
     def finish(cell: Cell, result: dict[str, Any]) -> None:
         result["cell"] = {"name": cell.name, "tree": cell.tree, "args": cell.server_args(offload)}
+        result["cell"]["inputs"] = inputs[cell.name]
         (args.out / "cells" / f"{cell.name}.json").write_text(json.dumps(result))
         results[cell.name] = result
         print(f"{cell.name}: {result.get('error', 'served')}", file=sys.stderr, flush=True)
 
     todo = []
     for cell in cells:
-        record = args.out / "cells" / f"{cell.name}.json"
-        if record.exists():
-            results[cell.name] = json.loads(record.read_text())
-        else:
+        found = kept(args.out / "cells" / f"{cell.name}.json", inputs[cell.name])
+        if found is None:
             todo.append(cell)
+        else:
+            results[cell.name] = found
     for first in range(0, len(todo), args.jobs):
         wave = todo[first : first + args.jobs]
         with ThreadPoolExecutor(len(wave)) as pool:

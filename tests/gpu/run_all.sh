@@ -15,8 +15,8 @@
 #
 # Needs one NVIDIA GPU that nothing else uses, a driver for the pinned torch, and a Python (PYTHON=..., default python3)
 # with SGLang's requirements and this repository installed (scripts/setup.sh --gpu). A step whose needs the machine does
-# not meet is skipped with the reason. A second run of the same OUT continues: steps that hold are not run again, and the
-# matrices keep every cell they have asked.
+# not meet is skipped with the reason. A second run of the same OUT continues: steps that hold for the same trees, models
+# and scripts are not run again, and the matrices keep every cell they have asked of them.
 #
 # Exit code: 0 every step that ran holds, 1 one does not, 2 bad usage, 4 nothing could run.
 set -euo pipefail
@@ -98,33 +98,53 @@ lacks() {
   df -Pk "$out" | awk -v need="$3" 'NR == 2 { if ($4 / 1048576 < need) printf "%.0f GiB of disk free in OUT, needs %d", $4 / 1048576, need }'
 }
 
-# usage: model_dir PRESET GIVEN   print the folder of a checkpoint, which is made if none was given
-model_dir() {
-  local dir="${2:-$out/models/$1}"
-  if [ ! -f "$dir/config.json" ]; then
-    mkdir -p "$out/models"
-    "$PYTHON" "$ROOT/tools/make_tiny_model.py" "$dir" --preset "$1" --force >&2
-  fi
-  echo "$dir"
+# usage: preset_of NAME, given_of NAME, options_of NAME   the checkpoint of a step and the fixed options of a matrix
+preset_of() { case $1 in matrix_mid) echo mid ;; fp8_kv_prompts | matrix_tiny) echo gpu ;; esac; }
+given_of() { case $1 in matrix_mid) echo "$mid" ;; *) echo "$tiny" ;; esac; }
+options_of() {
+  case $1 in
+    matrix_tiny) echo --half-gb 1 --all-gb 1 ;; # --cpu-offload-gb 1, the smallest budget, takes every weight of this model
+    matrix_mid) echo --half-gb 2 ;;             # 4.5 GiB of routed experts
+  esac
+}
+
+# usage: model_of NAME   print the folder of a step's checkpoint, made or not
+model_of() {
+  local given
+  given="$(given_of "$1")"
+  echo "${given:-$out/models/$(preset_of "$1")}"
+}
+
+# usage: make_model NAME   make the checkpoint of a step unless it is there or the step needs none
+make_model() {
+  local dir
+  [ -n "$(preset_of "$1")" ] || return 0
+  dir="$(model_of "$1")"
+  [ ! -f "$dir/config.json" ] || return 0
+  mkdir -p "$out/models" || return
+  "$PYTHON" "$ROOT/tools/make_tiny_model.py" "$dir" --preset "$(preset_of "$1")" --force >&2 || return
+  [ -f "$dir/config.json" ]
+}
+
+# usage: inputs_of NAME   print a hash of all that the outcome of a step belongs to
+inputs_of() {
+  local paths=("$patched" "$(script_of "$1")")
+  [ -z "$(preset_of "$1")" ] || paths+=("$(model_of "$1")")
+  case $1 in matrix_*) paths+=("$GPU/cells.py" ${stock:+"$stock"}) ;; esac
+  "$PYTHON" "$GPU/inputs.py" "${paths[@]}" --options="$(options_of "$1")"
 }
 
 # usage: command_of NAME   fill `command` with the command line of a step
 command_of() {
-  local model
+  local options
   case $1 in
     fp8_kv_prompts)
-      model="$(model_dir gpu "$tiny")"
-      command=("$PYTHON" "$GPU/$1.py" "$out/$1" --model "$model" --patched "$patched")
+      command=("$PYTHON" "$GPU/$1.py" "$out/$1" --model "$(model_of "$1")" --patched "$patched")
       ;;
-    matrix_tiny) # --cpu-offload-gb 1, the smallest budget, takes every weight of this model
-      model="$(model_dir gpu "$tiny")"
-      command=("$PYTHON" "$GPU/matrix.py" "$out/$1" --model "$model" --patched "$patched" ${stock:+--stock "$stock"}
-        --half-gb 1 --all-gb 1 --jobs "$jobs")
-      ;;
-    matrix_mid) # 4.5 GiB of routed experts
-      model="$(model_dir mid "$mid")"
-      command=("$PYTHON" "$GPU/matrix.py" "$out/$1" --model "$model" --patched "$patched" ${stock:+--stock "$stock"}
-        --half-gb 2 --jobs "$jobs")
+    matrix_*)
+      read -ra options <<<"$(options_of "$1")"
+      command=("$PYTHON" "$GPU/matrix.py" "$out/$1" --model "$(model_of "$1")" --patched "$patched"
+        ${stock:+--stock "$stock"} "${options[@]}" --jobs "$jobs")
       ;;
     *) command=("$PYTHON" "$GPU/$1.py") ;;
   esac
@@ -148,8 +168,12 @@ while IFS='|' read -r name gpu host disk model <&3; do
   record="$out/steps/$(printf '%02d' "$number")-$name.step"
   if [ ${#only[@]} -gt 0 ] && ! printf '%s\n' "${only[@]}" | grep -qx "$name"; then continue; fi
   if [ -z "$again" ] && [ -f "$record" ] && grep -qx 'rc=0' "$record"; then
-    printf '%s: holds already\n' "$name" >&2
-    continue
+    inputs="$(inputs_of "$name")" || inputs=''
+    if [ -n "$inputs" ] && grep -qx "inputs=$inputs" "$record"; then
+      printf '%s: holds already\n' "$name" >&2
+      continue
+    fi
+    printf '%s: holds for another tree, model or script: running again\n' "$name" >&2
   fi
   reason="$(lacks "$gpu" "$host" "$disk" "$(script_of "$name")")"
   if [ -n "$reason" ]; then
@@ -158,13 +182,19 @@ while IFS='|' read -r name gpu host disk model <&3; do
     continue
   fi
   printf '%s: running, log in %s\n' "$name" "$out/steps/$name.log" >&2
-  rm -f "$record"
+  rm -f "$record" "$out/steps/$name.out"
   [ -z "$again" ] || case $name in matrix_*) rm -rf "${out:?}/$name/cells" ;; esac
-  command_of "$name"
   start=$SECONDS rc=0
+  if ! make_model "$name" 2>"$out/steps/$name.log"; then
+    printf 'name=%s\nrc=4\nseconds=%s\n' "$name" "$((SECONDS - start))" >"$record"
+    printf '%s: exit 4: its checkpoint could not be made\n' "$name" >&2
+    continue
+  fi
+  inputs="$(inputs_of "$name")" || inputs='' # before the step: a tree changed meanwhile is not what it began with
+  command_of "$name"
   PYTHONPATH="$patched:$ROOT${PYTHONPATH:+:$PYTHONPATH}" "${command[@]}" </dev/null \
     >"$out/steps/$name.out" 2>"$out/steps/$name.log" || rc=$?
-  printf 'name=%s\nrc=%s\nseconds=%s\n' "$name" "$rc" "$((SECONDS - start))" >"$record"
+  printf 'name=%s\nrc=%s\nseconds=%s\ninputs=%s\n' "$name" "$rc" "$((SECONDS - start))" "$inputs" >"$record"
   printf '%s: exit %s\n' "$name" "$rc" >&2
 done 3<<<"$STEPS"
 

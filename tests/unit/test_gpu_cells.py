@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.gpu.cells import CELLS, Cell, uncovered_pairs
-from tests.gpu.matrix import update_fault
+from tests.gpu.inputs import fingerprint
+from tests.gpu.matrix import kept, update_fault
 
 
 def test_every_pair_of_settings_is_served_by_a_patched_cell() -> None:
@@ -73,3 +76,43 @@ def test_an_update_to_the_same_weights_must_not_move_the_answers(
     found = update_fault(result | ({"update": update} if update else {}))
     assert (found is None) == (fault is None)
     assert fault is None or fault in str(found)
+
+
+def test_a_cell_is_kept_for_its_own_inputs_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record = tmp_path / "reference.json"
+    assert kept(record, "a") is None
+    for stored in ({"cell": {"inputs": "a"}, "runs": []}, {"cell": {}, "runs": []}):
+        record.write_text(json.dumps(stored))
+        assert kept(record, "b") is None
+        assert not record.exists()
+        assert json.loads((tmp_path / "reference.json.old").read_text()) == stored
+        assert "reference: measured with another tree" in capsys.readouterr().err
+    record.write_text(json.dumps({"cell": {"inputs": "a"}}))
+    assert kept(record, "a") == {"cell": {"inputs": "a"}}
+
+
+def test_inputs_are_contents_and_options_not_places(tmp_path: Path) -> None:
+    def tree(name: str, text: str) -> Path:
+        (tmp_path / name / "sglang").mkdir(parents=True)
+        (tmp_path / name / "sglang" / "a.py").write_text(text)
+        return tmp_path / name
+
+    def checkpoint(name: str, weights: bytes) -> Path:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+        (tmp_path / name / "w.safetensors").write_bytes(weights)
+        return tmp_path / name
+
+    one, same, other = tree("one", "x"), tree("same", "x"), tree("other", "y")
+    first, second = checkpoint("first", b"1"), checkpoint("second", b"2")
+    found = fingerprint([one, first], ["--half-gb", "1"])
+    assert found == fingerprint([same, first], ["--half-gb", "1"])
+    assert len(
+        {
+            found,
+            fingerprint([other, first], ["--half-gb", "1"]),
+            fingerprint([one, second], ["--half-gb", "1"]),
+            fingerprint([one, first], ["--half-gb", "2"]),
+            fingerprint([one, tmp_path / "none"], ["--half-gb", "1"]),
+        }
+    ) == 5  # fmt: skip

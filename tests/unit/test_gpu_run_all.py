@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import stat
 import subprocess
 import sys
@@ -18,7 +19,8 @@ GPU = Path(__file__).parents[1] / "gpu"
 STAND_IN = """#!/bin/sh
 case $1 in
   -c) [ -z "$GPU_GIB" ] && exit 1; echo "$GPU_GIB"; exit 0 ;;
-  */summarise.py) exec {python} "$@" ;;
+  */summarise.py | */inputs.py) exec {python} "$@" ;;
+  */make_tiny_model.py) [ -n "$NO_MODEL" ] && exit 1; mkdir -p "$2" && echo '{{}}' > "$2/config.json"; exit 0 ;;
 esac
 echo "$@" >> "$CALLS"
 echo '{{"case": "one", "ok": true}}'
@@ -26,6 +28,10 @@ echo "a line that is no case"
 echo "{{\\"case\\": \\"two\\", \\"ok\\": $OK}}"
 [ "$OK" = true ]
 """
+AWK = """#!/bin/bash
+exec {awk} "${{@/#\\/proc\\/meminfo/{meminfo}}}"
+"""
+"""Shows the script a machine with 64 GiB of memory, whichever this is."""
 
 
 class Machine:
@@ -38,12 +44,22 @@ class Machine:
         self.python = folder / "python"
         self.python.write_text(STAND_IN.format(python=sys.executable))
         self.python.chmod(self.python.stat().st_mode | stat.S_IXUSR)
+        (folder / "meminfo").write_text(f"MemAvailable: {64 << 20} kB\n")
+        self.bin = folder / "bin"
+        self.bin.mkdir()
+        meminfo = str(folder / "meminfo").replace("/", "\\/")
+        (self.bin / "awk").write_text(AWK.format(awk=shutil.which("awk"), meminfo=meminfo))
+        (self.bin / "awk").chmod(0o755)
 
-    def run(self, *args: str, gpu_gib: str = "140.5", ok: str = "true") -> subprocess.CompletedProcess[str]:
+    def run(
+        self, *args: str, gpu_gib: str = "140.5", ok: str = "true", no_model: str = ""
+    ) -> subprocess.CompletedProcess[str]:
         environment = os.environ | {
             "PYTHON": str(self.python),
             "GPU_GIB": gpu_gib,
             "OK": ok,
+            "NO_MODEL": no_model,
+            "PATH": f"{self.bin}{os.pathsep}{os.environ['PATH']}",
             "CALLS": str(self.calls),
         }
         return subprocess.run([GPU / "run_all.sh", *args], capture_output=True, text=True, env=environment, timeout=120)
@@ -98,6 +114,54 @@ def test_a_step_that_fails_is_told_and_run_again(machine: Machine) -> None:
     assert "| bcg_outputs | FAILS | 1/2 |" in done.stdout
     assert machine.step().returncode == 0
     assert len(machine.calls.read_text().splitlines()) == 2
+
+
+def matrix(machine: Machine, *more: str, **how: str) -> subprocess.CompletedProcess[str]:
+    return machine.run(str(machine.out), "--patched", str(machine.tree), "--only", "matrix_tiny", *more, **how)
+
+
+def test_a_step_runs_again_for_another_tree(machine: Machine) -> None:
+    machine.step()
+    (machine.tree / "sglang" / "model.py").write_text("x = 1\n")
+    again = machine.step()
+    assert "bcg_outputs: holds for another tree, model or script: running again" in again.stderr
+    assert len(machine.calls.read_text().splitlines()) == 2
+    assert "holds already" in machine.step().stderr
+    (machine.tree / "sglang" / "__pycache__").mkdir()
+    (machine.tree / "sglang" / "__pycache__" / "model.pyc").write_bytes(b"compiled")
+    assert "holds already" in machine.step().stderr
+
+
+def test_an_outcome_without_its_inputs_is_not_trusted(machine: Machine) -> None:
+    machine.step()
+    (record,) = (machine.out / "steps").glob("*.step")
+    record.write_text("name=bcg_outputs\nrc=0\nseconds=1\n")
+    assert "running again" in machine.step().stderr
+
+
+def test_a_matrix_runs_again_for_another_checkpoint_or_stock_tree(machine: Machine, tmp_path: Path) -> None:
+    model, stock = tmp_path / "model", tmp_path / "stock"
+    model.mkdir()
+    (stock / "sglang").mkdir(parents=True)
+    (stock / "sglang" / "version.py").touch()
+    (model / "config.json").write_text("{}")
+    matrix(machine, "--tiny", str(model))
+    assert "holds already" in matrix(machine, "--tiny", str(model)).stderr
+    (model / "config.json").write_text('{"layers": 2}')
+    assert "running again" in matrix(machine, "--tiny", str(model)).stderr
+    assert "running again" in matrix(machine, "--tiny", str(model), "--stock", str(stock)).stderr
+    call = machine.calls.read_text().splitlines()[-1]
+    assert f"--stock {stock} --half-gb 1 --all-gb 1 --jobs " in call
+
+
+def test_a_checkpoint_that_cannot_be_made_fails_its_step_alone(machine: Machine) -> None:
+    done = matrix(machine, no_model="1")
+    assert done.returncode == 1
+    assert "its checkpoint could not be made" in done.stderr
+    assert "| matrix_tiny | environment or server fault | - | " in done.stdout
+    assert not machine.calls.exists()
+    assert matrix(machine).returncode == 0
+    assert (machine.out / "models" / "gpu" / "config.json").is_file()
 
 
 @pytest.mark.parametrize(
