@@ -11,23 +11,31 @@ from pathlib import Path
 
 import psutil
 
+from q4kit.gate.gpu import listed
 from q4kit.ple import disk
 
 GIB = 2**30
 _CGROUPS = (
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory.stat"),
+    (
+        "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+        "/sys/fs/cgroup/memory/memory.usage_in_bytes",
+        "/sys/fs/cgroup/memory/memory.stat",
+    ),
 )
+"""Limit, use, and what the use consists of: version 2 and 1."""
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """The first GPU. Memory in MiB."""
+    """The first GPU that a process may use. Memory in MiB."""
 
     name: str
     driver: str
     total_mib: int
     free_mib: int
+    count: int = 1
+    """GPUs that a process may use."""
 
 
 @dataclass(frozen=True)
@@ -72,13 +80,17 @@ def gather(*, model: Path | None, run_dir: Path, python: str, host: str, port: i
 
 
 def find_gpu() -> Gpu | str:
-    """Return the first GPU that nvidia-smi lists, or why there is none."""
+    """Return the first GPU of CUDA_VISIBLE_DEVICES, or else of nvidia-smi, or why there is none."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    usable = listed(visible)
+    if not usable:
+        return f"CUDA_VISIBLE_DEVICES={visible} hides every GPU"
     query = "name,driver_version,memory.total,memory.free"
+    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits"]
+    if visible is not None:
+        command.append(f"--id={usable[0]}")
     try:
-        done = subprocess.run(
-            ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits"],
-            capture_output=True, text=True, timeout=30, check=False,
-        )  # fmt: skip
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     except FileNotFoundError:
         return "nvidia-smi is not installed"
     except (OSError, subprocess.SubprocessError) as error:
@@ -89,22 +101,36 @@ def find_gpu() -> Gpu | str:
         return f"nvidia-smi exit code {done.returncode}: {said[0] if said else 'no GPU listed'}"
     try:
         name, driver, total, free = (part.strip() for part in lines[0].split(","))
-        return Gpu(name, driver, int(total), int(free))
+        return Gpu(name, driver, int(total), int(free), len(lines) if visible is None else len(usable))
     except ValueError:
         return f"nvidia-smi answered {lines[0]!r}"
 
 
 def ram_available() -> int:
-    """Return the bytes that new processes can take without swapping, inside the container's limit."""
+    """Return the bytes that new processes can take without swapping, inside the container's limit.
+
+    The container's use counts its page cache too, which the kernel drops before it refuses memory: after one load of a
+    checkpoint, most of the limit.
+    """
     available: int = psutil.virtual_memory().available
-    for limit_file, used_file in _CGROUPS:
+    for limit_file, used_file, stat_file in _CGROUPS:
         try:
             limit, used = (Path(f).read_text().strip() for f in (limit_file, used_file))
             if limit != "max":
-                available = min(available, int(limit) - int(used))
+                available = min(available, int(limit) - int(used) + _page_cache(Path(stat_file)))
         except (OSError, ValueError):
             continue
     return max(available, 0)
+
+
+def _page_cache(stat: Path) -> int:
+    """Return the bytes of files that a memory.stat counts as cached, 0 where it cannot be read."""
+    try:
+        counts = dict(line.split(maxsplit=1) for line in stat.read_text().splitlines())
+        # Version 1 counts children only in the totals.
+        return sum(int(counts.get(f"total_{n}", counts.get(n, 0))) for n in ("inactive_file", "active_file"))
+    except (OSError, ValueError):
+        return 0
 
 
 def find_disk(path: Path) -> Disk | None:

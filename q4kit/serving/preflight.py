@@ -124,8 +124,13 @@ def _gpu(machine: Machine) -> list[Check]:
     gpu = machine.gpu
     major = gpu.driver.partition(".")[0]
     new = major.isdigit() and int(major) >= DRIVER
+    several = f", the first of {gpu.count}" if gpu.count > 1 else ""
     return [
-        Check("GPU", "ok", gpu.name, "one NVIDIA GPU of 24 GB"),
+        Check(
+            "GPU", "warning" if several else "ok", gpu.name + several, "one NVIDIA GPU of 24 GB",
+            "CUDA_VISIBLE_DEVICES with the UUID of the one that shall serve (nvidia-smi -L): CUDA may count in another "
+            "order",
+        ),
         Check(
             "driver", "ok" if new else "refused", gpu.driver, f">= {DRIVER} (CUDA 13)",
             "update the NVIDIA driver",

@@ -262,6 +262,7 @@ def test_options_of_another_placement_are_refused() -> None:
 def test_nvidia_smi_is_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tool = tmp_path / "nvidia-smi"
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert facts.find_gpu() == "nvidia-smi is not installed"
     tool.write_text("#!/bin/sh\necho 'NVIDIA GeForce RTX 4090, 580.95.05, 24564, 24210'\n")
     tool.chmod(0o755)
@@ -272,10 +273,44 @@ def test_nvidia_smi_is_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert "answered 'what, is, this'" in str(facts.find_gpu())
 
 
+def test_the_gpu_looked_at_is_the_first_that_the_server_may_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(
+        "#!/bin/sh\nfor word; do case $word in --id=1) echo 'B, 580.1, 24564, 20000'; exit 0 ;; esac; done\n"
+        "echo 'A, 580.1, 12000, 11000'\necho 'B, 580.1, 24564, 20000'\n"
+    )
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert facts.find_gpu() == Gpu("B", "580.1", 24564, 20000, 1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
+    assert facts.find_gpu() == Gpu("B", "580.1", 24564, 20000, 2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert facts.find_gpu() == Gpu("A", "580.1", 12000, 11000, 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    assert facts.find_gpu() == "CUDA_VISIBLE_DEVICES=-1 hides every GPU"
+
+
+def test_several_gpus_are_a_warning(checkpoint: Path) -> None:
+    check = checks(checkpoint, gpu=Gpu("RTX 4090", "580.95.05", 24564, 24210, 2))["GPU"]
+    assert (check.level, check.found) == ("warning", "RTX 4090, the first of 2")
+    assert "CUDA_VISIBLE_DEVICES" in check.remedy
+
+
 def test_a_container_limit_bounds_the_available_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, text in (("max", "1000000"), ("now", "400000")):
         (tmp_path / name).write_text(text)
-    monkeypatch.setattr(facts, "_CGROUPS", ((str(tmp_path / "max"), str(tmp_path / "now")),))
+    monkeypatch.setattr(facts, "_CGROUPS", (tuple(str(tmp_path / n) for n in ("max", "now", "stat")),))
+    assert facts.ram_available() == 600_000
+    (tmp_path / "stat").write_text("anon 90000\nfile 300000\ninactive_file 200000\nactive_file 90000\nshmem 10000\n")
+    assert facts.ram_available() == 890_000
+    (tmp_path / "stat").write_text(
+        "inactive_file 1\nactive_file 1\ntotal_inactive_file 100000\ntotal_active_file 50000\n"
+    )
+    assert facts.ram_available() == 750_000
+    (tmp_path / "stat").write_text("damaged")
     assert facts.ram_available() == 600_000
     (tmp_path / "max").write_text("max")
     assert facts.ram_available() > 10**8
