@@ -81,7 +81,8 @@ def test_an_update_to_the_same_weights_must_not_move_the_answers(
 def test_a_cell_is_kept_for_its_own_inputs_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record = tmp_path / "reference.json"
     assert kept(record, "a") is None
-    for stored in ({"cell": {"inputs": "a"}, "runs": []}, {"cell": {}, "runs": []}):
+    others: list[dict[str, Any]] = [{"cell": {"inputs": "a"}, "runs": []}, {"cell": {}, "runs": []}]
+    for stored in others:
         record.write_text(json.dumps(stored))
         assert kept(record, "b") is None
         assert not record.exists()
