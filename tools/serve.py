@@ -23,7 +23,7 @@ from q4kit.errors import Q4Error, UsageError
 from q4kit.server.launch import LOOPBACK, plan
 from q4kit.serving import facts, preflight, profiles
 from q4kit.serving.budget import FORMATS, KV_BYTES, Settings
-from q4kit.serving.checkpoint import expert_format, inspect
+from q4kit.serving.checkpoint import Checkpoint, inspect
 from q4kit.serving.profiles import PROFILES, Options, Profile
 from q4kit.serving.run import Plan, StopRequested, catch_signals, exclusive, serve
 from q4kit.serving.shape import Shape, from_config
@@ -65,7 +65,7 @@ def size(text: str) -> int:
     match = re.fullmatch(r"(\d+)([KMGT]?)", text)
     if not match or int(match[1]) == 0:
         raise UsageError(f"--memory-max {text!r}", remedy="a number and K, M, G or T, like 60G")
-    return int(match[1]) * 1024 ** " KMGT".index(match[2] or " ")
+    return int(match[1]) << 10 * " KMGT".index(match[2] or " ")
 
 
 def tiny_model(make: bool) -> Path:
@@ -77,12 +77,19 @@ def tiny_model(make: bool) -> Path:
     return folder
 
 
-def choose(profile: Profile, options: Options, config: dict[str, object], model: Path) -> tuple[Shape, Settings] | None:
-    """Return the model's shape and the settings for it; None where the checkpoint's config cannot be used."""
-    if not config:
+def choose(profile: Profile, options: Options, checkpoint: Checkpoint) -> tuple[Shape, Settings] | None:
+    """Return the model's shape and the settings for it; None where the checkpoint's config cannot be used.
+
+    What is wrong with the config is a problem of the checkpoint, to be reported with all others.
+    """
+    if not checkpoint.config:
         return None
-    shape = from_config(config, model.name)
-    named = expert_format(config)
+    try:
+        shape = from_config(checkpoint.config, checkpoint.path.name)
+    except UsageError as error:
+        checkpoint.problems.append((str(error), error.remedy))
+        return None
+    named = checkpoint.expert_format
     # The flags of a profile are printed even for a format that it refuses.
     assumed = named if named in FORMATS else (profile.formats or ("bf16",))[0]
     return shape, profiles.settings(profile, options, shape, assumed)
@@ -104,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
         args.reader, args.in_place, tuple(args.sglang),
     )  # fmt: skip
     checkpoint = inspect(model, table_dir)
-    chosen = choose(profile, options, checkpoint.config, model)
+    chosen = choose(profile, options, checkpoint)
     machine = facts.gather(
         model=table_dir or model, run_dir=run_dir, python=sys.executable, host=args.host, port=args.port
     )

@@ -49,7 +49,7 @@ def inspect(path: Path, table_dir: Path | None = None) -> Checkpoint:
     config = _json(path / "config.json", found)
     if config is None:
         return found
-    found.config = config
+    found.config = _with_quantization(config, found)
     names = _tensors(found)
     _check_table(found, names, table_dir)
     tokenizer = path / "tokenizer_config.json"
@@ -58,6 +58,24 @@ def inspect(path: Path, table_dir: Path | None = None) -> Checkpoint:
     template = (path / "chat_template.jinja").is_file() or (path / "chat_template.json").is_file()
     found.has_chat_template = template or "chat_template" in (_read(tokenizer) or "")
     return found
+
+
+def _with_quantization(config: dict[str, Any], found: Checkpoint) -> dict[str, Any]:
+    """Return `config` with what ModelOpt's hf_quant_config.json says, where the config itself says nothing.
+
+    SGLang looks there too. The file is {"quantization": {"quant_algo": ...}} or flat.
+    """
+    path = found.path / "hf_quant_config.json"
+    text = config.get("text_config") or {}
+    if config.get("quantization_config") or text.get("quantization_config") or not path.is_file():
+        return config
+    declared = _json(path, found)
+    if declared is None:
+        return config
+    nested = declared.get("quantization")
+    return config | {
+        "quantization_config": {"quant_method": "modelopt"} | (nested if isinstance(nested, dict) else declared)
+    }
 
 
 def expert_format(config: Mapping[str, Any]) -> str:

@@ -102,14 +102,15 @@ def _port(machine: Machine) -> Check:
 
 def _checkpoint(checkpoint: Checkpoint, own_template: bool) -> list[Check]:
     needed = "config, index, whole weight files, table parts, tokenizer"
+    kind = str(checkpoint.config.get("model_type"))
+    model = []
+    if checkpoint.config and kind not in ("qwen4_exp", "qwen4_exp_text"):
+        model = [Check("model", "refused", kind, "qwen4_exp", "this series serves Qwen4-Exp only")]
     if not checkpoint.complete:
-        return [Check("checkpoint", "refused", what, needed, remedy) for what, remedy in checkpoint.problems]
+        return model + [Check("checkpoint", "refused", what, needed, remedy) for what, remedy in checkpoint.problems]
     tables = ", ".join(str(n) for n in checkpoint.table_parts.values()) or "none in the checkpoint"
     what = f"{checkpoint.files} files, {_gib(checkpoint.nbytes)}, {checkpoint.tensors} tensors; table parts: {tables}"
-    checks = [Check("checkpoint", "ok", what, needed)]
-    kind = str(checkpoint.config.get("model_type"))
-    if kind not in ("qwen4_exp", "qwen4_exp_text"):
-        checks.append(Check("model", "refused", kind, "qwen4_exp", "this series serves Qwen4-Exp only"))
+    checks = [Check("checkpoint", "ok", what, needed), *model]
     if not checkpoint.has_chat_template and not own_template:
         needed = "one: the smoke test asks /v1/chat/completions"
         checks.append(Check("chat template", "refused", "none", needed, "-- --chat-template FILE"))

@@ -131,7 +131,7 @@ def from_config(config: Mapping[str, Any], name: str) -> Shape:
     """Return the shape that a decoded `config.json` describes (its `text_config` where it has one).
 
     Raises:
-        UsageError: a size is missing; it is named.
+        UsageError: a size is missing, or a dtype is not known; it is named.
     """
     text = config.get("text_config") or config
 
@@ -146,6 +146,10 @@ def from_config(config: Mapping[str, Any], name: str) -> Shape:
         heads = (int(need("ngram_size")) - 1) * int(need("heads_per_ngram"))
         ple_layers = len(set(text.get("ple_layer_ids") or []))
         dtype = str(text.get("dtype") or config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+        table_dtype = str(text.get("ple_embedding_dtype") or dtype)
+        for key, value in (("dtype", dtype), ("ple_embedding_dtype", table_dtype)):
+            if value not in DTYPE_BYTES:
+                raise UsageError(f"{name}: {key} is {value!r}", remedy=f"expected one of {', '.join(DTYPE_BYTES)}")
         ple_dim = int(text.get("ple_embed_dim") or need("hidden_size"))
         return Shape(
             name=name,
@@ -180,7 +184,7 @@ def from_config(config: Mapping[str, Any], name: str) -> Shape:
                 )
             ),
             table_cols=ple_dim // heads,
-            table_dtype=str(text.get("ple_embedding_dtype") or dtype),
+            table_dtype=table_dtype,
             index_heads=int(need("indexer_n_heads")),
             index_dim=int(need("indexer_head_dim")),
             index_ratio=int(need("indexer_compress_ratio")),

@@ -186,6 +186,16 @@ def test_a_config_without_a_size_names_it(tmp_path: Path) -> None:
         load(tmp_path / "nothing.json")
 
 
+@pytest.mark.parametrize("key", ["ple_embedding_dtype", "dtype"])
+def test_an_unknown_dtype_is_named_with_the_known_ones(tmp_path: Path, key: str) -> None:
+    generate(tmp_path / "m", PRESETS["mini"])
+    config = json.loads((tmp_path / "m" / "config.json").read_text())
+    config["text_config"][key] = "float6"
+    with pytest.raises(UsageError, match=f"x: {key} is 'float6'") as caught:
+        from_config(config, "x")
+    assert "bfloat16" in caught.value.remedy
+
+
 def test_hash_heads_get_different_primes() -> None:
     assert table_rows(10, 3, 2, 1) == [11 + 13 + 17, 19 + 23 + 29]
     assert table_rows(10, 3, 1, 8) == [48]

@@ -246,6 +246,36 @@ def test_declared_formats(quantization: dict[str, Any], expected: str) -> None:
     assert expert_format({"quantization_config": quantization}) == expected
 
 
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ({"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4", "group_size": 16}}, "nvfp4"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "nvfp4"),
+        ({"quantization": {"quant_algo": "FP8"}}, "fp8"),
+    ],
+)
+def test_a_modelopt_checkpoint_may_name_its_format_in_a_file_of_its_own(
+    tmp_path: Path, said: dict[str, Any], expected: str
+) -> None:
+    folder = make_checkpoint(tmp_path / "m", "bf16")
+    (folder / "hf_quant_config.json").write_text(json.dumps(said))
+    assert inspect(folder).expert_format == expected
+    (folder / "config.json").write_text(json.dumps(config("int4")))
+    assert inspect(folder).expert_format == "int4"  # the config wins, as in SGLang
+    (folder / "config.json").write_text(json.dumps(config("bf16")))
+    (folder / "hf_quant_config.json").write_text("{")
+    assert "hf_quant_config.json cannot be read" in problem(folder)
+
+
+def test_a_model_that_is_not_served_is_named_with_everything_else_that_is_wrong(checkpoint: Path) -> None:
+    body = config() | {"model_type": "qwen3_moe"}
+    (checkpoint / "config.json").write_text(json.dumps(body))
+    (checkpoint / "tokenizer.json").unlink()
+    assert levels(checks(checkpoint, series="clean")) == {
+        "model": "refused", "checkpoint": "refused", "series": "refused",
+    }  # fmt: skip
+
+
 def test_options_of_another_placement_are_refused() -> None:
     shape = from_config(config(), "m")
     with pytest.raises(UsageError, match="does not page experts"):

@@ -161,6 +161,29 @@ def test_a_refused_start_starts_nothing_and_reports_everything(models: dict[str,
 
 
 @pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ({"hidden_size": 4}, "'num_hidden_layers' is missing"),
+        ({"ple_embedding_dtype": "float6"}, "ple_embedding_dtype is 'float6'"),
+    ],
+)
+def test_a_config_that_cannot_be_used_is_a_row_of_the_table(
+    tmp_path: Path, text: dict[str, object], words: str
+) -> None:
+    model = make_checkpoint(tmp_path / "m")
+    body = json.loads((model / "config.json").read_text())
+    body["model_type"] = "qwen3_moe"
+    body["text_config"] = text if "hidden_size" in text else body["text_config"] | text
+    (model / "config.json").write_text(json.dumps(body))
+    (model / "tokenizer.json").unlink()
+    done = serve("--profile", "24gb-128ram", "--model", str(model), "--dry-run")
+    assert done.returncode == 4, done.stderr
+    for found in (words, "qwen3_moe", "no tokenizer.json"):
+        assert found in done.stdout
+    assert "checkpoint" in done.stderr
+
+
+@pytest.mark.parametrize(
     ("args", "words"),
     [
         (("--profile", "24gb-128ram"), "--model is missing"),
