@@ -145,8 +145,8 @@ def run(args: argparse.Namespace) -> int:
         prefix=prefix, timeout_s=args.timeout, log=run_dir / "server.log", environment=environment,
         smoke_json=run_dir / "smoke.json",
     )  # fmt: skip
-    print(f"\nstarting; log: {job.log}", flush=True)
     with exclusive(run_dir):
+        print(f"\nstarting; log: {job.log}", flush=True)
         return serve(job, say, progress)
 
 

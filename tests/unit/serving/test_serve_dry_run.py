@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 from serving_world import make_checkpoint
 
+from q4kit.serving.run import exclusive
+
 ROOT = Path(__file__).resolve().parents[3]
 DOC = ROOT / "docs" / "SERVING.md"
 COMMON = (
@@ -205,6 +207,17 @@ def test_bad_usage_is_refused_by_name(args: tuple[str, ...], words: str) -> None
     done = serve("--dry-run", *args)
     assert done.returncode == 2
     assert words in done.stderr
+
+
+def test_a_second_server_in_the_same_folder_is_refused_and_writes_nothing(tmp_path: Path) -> None:
+    (tmp_path / "server.log").write_text("of the first")
+    accept = ("--accept", "series", "--accept", "port")
+    with exclusive(tmp_path):
+        done = serve("--profile", "tiny", "--run-dir", str(tmp_path), "--timeout", "1", *accept)
+    assert done.returncode == 4
+    assert "belongs to a server that runs now" in done.stderr
+    assert "starting" not in done.stdout
+    assert (tmp_path / "server.log").read_text() == "of the first"
 
 
 def test_a_missing_environment_is_named(tmp_path: Path) -> None:
