@@ -522,7 +522,7 @@ def big(tmp_path_factory: pytest.TempPathFactory) -> tuple[InstalledTarget, Seri
 
 
 def test_killed_at_random_moments(big: tuple[InstalledTarget, Series]) -> None:
-    """kill -9 at 20 moments of an apply and 10 of a revert, spread over the whole run and over its writing phase."""
+    """kill -9 at 20 moments of an apply and 10 of a revert or more, over the whole run and over its writing phase."""
     env, series = big
     before = snapshot(env.site)
     rng = random.Random(20261129)
@@ -535,7 +535,10 @@ def test_killed_at_random_moments(big: tuple[InstalledTarget, Series]) -> None:
         return time.monotonic() - began
 
     lengths = {op: duration(op) for op in ("apply", "revert")}
-    for trial in range(30):
+    caught = ("apply: drifted", "revert: drifted")
+    for trial in range(150):
+        if trial >= 30 and all(seen.get(name, 0) >= 3 for name in caught):
+            break  # 30 kills at least, and more where a fast machine is rarely caught in the act
         op = "revert" if trial % 3 == 2 else "apply"
         if op == "revert":
             installed.apply(env, series=series)
@@ -562,8 +565,7 @@ def test_killed_at_random_moments(big: tuple[InstalledTarget, Series]) -> None:
         installed.revert(env, series=series)
         assert snapshot(env.site) == before, (trial, found)
     print("states after kill -9:", seen)
-    assert seen.get("apply: drifted", 0) >= 3, seen
-    assert seen.get("revert: drifted", 0) >= 3, seen
+    assert all(seen.get(name, 0) >= 3 for name in caught), seen
 
 
 def test_interrupted_apply_names_each_file(
