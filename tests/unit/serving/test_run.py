@@ -62,10 +62,12 @@ def start(folder: Path, mode: str, timeout: float = 60, flags: tuple[str, ...] =
 
 
 def group(folder: Path) -> int:
+    """Return the fake server's process group; its first line is awaited whole, not only the file."""
+    state = folder / "state"
     deadline = time.monotonic() + 30
-    while not (folder / "state").exists() and time.monotonic() < deadline:
+    while not (state.exists() and "\n" in state.read_text()) and time.monotonic() < deadline:
         time.sleep(0.05)
-    return int(json.loads((folder / "state").read_text().splitlines()[0])["pid"])
+    return int(json.loads(state.read_text().splitlines()[0])["pid"])
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
