@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import fcntl
 import gzip
 import json
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from q4kit import provenance, report
-from q4kit.errors import EnvironmentFault, UsageError
+from q4kit import locks, provenance, report
+from q4kit.errors import UsageError
 from q4kit.gate.plan import Config, Outcome
 from q4kit.oracle import floor as floors
 from q4kit.oracle import recording as recordings
@@ -80,18 +78,9 @@ def settings(config: Config) -> dict[str, Any]:
     }
 
 
-@contextmanager
-def locked(folder: Path, what: str) -> Iterator[None]:
+def locked(folder: Path, what: str) -> AbstractContextManager[None]:
     """Hold a folder of results, made if need be; a second process (`what` names it) raises EnvironmentFault."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("w") as handle:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise EnvironmentFault(
-                f"{folder}: another {what} works here", remedy="wait for it, or name another folder"
-            ) from None
-        yield
+    return locks.exclusive(folder, f"{folder}: another {what} works here", "wait for it, or name another folder")
 
 
 def check_settings(path: Path, wanted: dict[str, Any]) -> None:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from q4kit import exit_codes, smoke
-from q4kit.errors import EnvironmentFault, ServerError
+from q4kit import exit_codes, locks, smoke
+from q4kit.errors import ServerError
 from q4kit.provenance import collect
 from q4kit.report import Report, write_json
 from q4kit.server.client import GREEDY, Client
@@ -68,22 +67,15 @@ class Plan:
 Say = Callable[[str], None]
 
 
-@contextlib.contextmanager
-def exclusive(run_dir: Path) -> Iterator[None]:
+def exclusive(run_dir: Path) -> contextlib.AbstractContextManager[None]:
     """Hold `run_dir`, which is made, for one server: a second one would write over the first one's log.
 
     Raises:
         EnvironmentFault: another process holds it.
     """
-    run_dir.mkdir(parents=True, exist_ok=True)
-    with (run_dir / "lock").open("a", encoding="utf-8") as handle:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise EnvironmentFault(
-                f"{run_dir} belongs to a server that runs now", remedy="stop that one, or give --run-dir another folder"
-            ) from error
-        yield
+    return locks.exclusive(
+        run_dir, f"{run_dir} belongs to a server that runs now", "stop that one, or give --run-dir another folder"
+    )
 
 
 def serve(plan: Plan, say: Say, progress: Progress) -> int:

@@ -27,15 +27,6 @@ def tool() -> ModuleType:
     return module
 
 
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    folder = tmp_path / "model"
-    folder.mkdir()
-    (folder / "config.json").write_text("{}")
-    (folder / "model.safetensors").write_bytes(b"weights")
-    return folder
-
-
 def test_what_is_measured_is_judged_without_a_server(
     tool: ModuleType, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -72,15 +72,6 @@ FAULT = faults.Fault("f", "a fault", tensor="t")
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Path:
-    folder = tmp_path / "model"
-    folder.mkdir()
-    (folder / "config.json").write_text("{}")
-    (folder / "model.safetensors").write_bytes(b"weights")
-    return folder
-
-
-@pytest.fixture
 def bench(tmp_path: Path, model: Path) -> faults.Bench:
     """Return a bench whose recordings are all there, so that it starts no server."""
     made = faults.Bench(tmp_path / "out", model, series_package.load(), "no-python", lambda _: None)
