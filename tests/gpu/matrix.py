@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """Serve a random Qwen4-Exp checkpoint in every cell of tests/gpu/cells.py and compare the answers with the reference.
 
---jobs servers boot side by side (a boot is mostly imports and graph capture), then they are asked one after the
-other while the rest is stopped (SIGSTOP), so that timings are not disturbed. Every cell's raw answers are kept in
+--jobs servers boot side by side (a boot is mostly imports and graph capture), spread over --gpus; then they are asked,
+one a GPU at a time, and timed one after the other, while the rest is stopped (SIGSTOP). With --quiet-lock, which
+several such scripts can share on one machine, nobody boots or asks while another one times. Raw answers are kept in
 OUT/cells/; a second run skips what is there for the same trees, checkpoint and arguments, and asks other cells again
 (their old answers stay as CELL.json.old). The table goes to OUT/table.md and stdout.
 
@@ -20,7 +21,6 @@ import contextlib
 import json
 import os
 import random
-import signal
 import statistics
 import sys
 import threading
@@ -38,6 +38,7 @@ from q4kit.server.client import GREEDY, Client
 from q4kit.server.launch import ServerProcess, launch
 from tests.gpu.cells import CELLS, Cell
 from tests.gpu.inputs import fingerprint
+from tests.gpu.wave import Quiet, Seat, gpu_list, run, seats
 
 CHUNK = 2048
 LENGTHS = (1, 2, 5, 63, 64, 65, 127, 700, CHUNK - 1, CHUNK, CHUNK + 1, 3000)
@@ -84,6 +85,9 @@ def generate(client: Client, ids: list[int], new_tokens: int) -> dict[str, Any]:
 class PcieMeter:
     """Mean host-to-device throughput while the `with` block runs, from NVML's counters (20 ms windows), in bytes/s."""
 
+    def __init__(self, gpu: int = 0) -> None:
+        self.gpu = gpu
+
     def __enter__(self) -> PcieMeter:
         self.samples: list[int] = []
         self._stop = threading.Event()
@@ -96,7 +100,7 @@ class PcieMeter:
             import pynvml
 
             pynvml.nvmlInit()
-            device = pynvml.nvmlDeviceGetHandleByIndex(0)
+            device = pynvml.nvmlDeviceGetHandleByIndex(self.gpu)
             while not self._stop.is_set():
                 kilobytes = pynvml.nvmlDeviceGetPcieThroughput(device, pynvml.NVML_PCIE_UTIL_RX_BYTES)
                 self.samples.append(kilobytes * 1024)
@@ -137,8 +141,8 @@ def update_weights(server: ServerProcess, model: Path) -> dict[str, Any]:
     return {"success": bool(record.get("success")), "message": str(record.get("message", record))[:300]}
 
 
-def measure(server: ServerProcess, reload: Path | None = None) -> dict[str, Any]:
-    """Return everything that is recorded about one healthy server; `reload`: checkpoint to load again at the end."""
+def ask(server: ServerProcess, reload: Path | None = None) -> dict[str, Any]:
+    """Return the answers of one healthy server; `reload`: checkpoint to load again at the end."""
     with Client(server.base_url, timeout_s=300) as client:
         result: dict[str, Any] = {"runs": []}
         for _ in range(2):  # the second run is the A/A floor
@@ -150,8 +154,22 @@ def measure(server: ServerProcess, reload: Path | None = None) -> dict[str, Any]
         with ThreadPoolExecutor(2) as pool:
             pair = [pool.submit(generate, client, prompts()[i], 32) for i in (7, 8)]
             result["pair"] = [future.result() for future in pair]
+        info = client.server_info()
+        states = info.get("internal_states") or [{}]
+        result["server"] = {k: v for k, v in states[0].items() if isinstance(v, int | float | str)}
+        if reload:
+            result["update"] = update_weights(server, reload)
+            client.flush_cache()
+            result["update"]["run"] = [generate(client, ids, 4) for ids in prompts()]
+    return result
+
+
+def time_decode(server: ServerProcess, gpu: int) -> dict[str, Any]:
+    """Return decode speed and host-to-device traffic of one healthy server on the GPU of this NVML index."""
+    result: dict[str, Any] = {}
+    with Client(server.base_url, timeout_s=300) as client:
         rates = []
-        with PcieMeter() as meter:
+        with PcieMeter(gpu) as meter:
             for seed in range(RATE_REPEATS):
                 rng = random.Random(seed)
                 rates.append(decode_rate(client, [rng.randrange(3, 500) for _ in range(421)]))
@@ -161,13 +179,6 @@ def measure(server: ServerProcess, reload: Path | None = None) -> dict[str, Any]
         if meter.mean is not None:
             result["pcie_rx_bytes_s"] = meter.mean
             result["pcie_samples"] = len(meter.samples)
-        info = client.server_info()
-        states = info.get("internal_states") or [{}]
-        result["server"] = {k: v for k, v in states[0].items() if isinstance(v, int | float | str)}
-        if reload:
-            result["update"] = update_weights(server, reload)
-            client.flush_cache()
-            result["update"]["run"] = [generate(client, ids, 4) for ids in prompts()]
     return result
 
 
@@ -235,11 +246,12 @@ def table(results: dict[str, dict[str, Any]], cells: tuple[Cell, ...]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def failure(error: Q4Error) -> dict[str, Any]:
+def failure(seat: Seat, error: Q4Error) -> dict[str, Any]:
     """Return the record of a server that did not serve: the line that says why, and the end of the log."""
     text = str(error)
     lines = [line.strip() for line in text.splitlines() if "Error" in line] or text.splitlines()
-    return {"error": lines[-1][:300].replace("|", "/"), "full": text[-6000:]}
+    tail = seat.server.log_tail(60) if seat.server else ""
+    return {"error": lines[-1][:300].replace("|", "/"), "full": text[-6000:] + tail}
 
 
 def group_rss_gib(group: int) -> float:
@@ -277,6 +289,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--all-gb", type=int, default=1000)
     parser.add_argument("--only", nargs="*", help="names of cells")
     parser.add_argument("--jobs", type=int, default=6, help="servers that boot at once")
+    parser.add_argument("--gpus", type=gpu_list, default=[None], help="NVML indices, such as 0,1: spread over them")
+    parser.add_argument("--quiet-lock", type=Path, help="lock file shared with other scripts that time on this machine")
     parser.add_argument("--boot-timeout", type=float, default=400)
     parser.add_argument("--arg", action="append", default=[], help="one more server argument for every cell")
     args = parser.parse_args(argv)
@@ -296,22 +310,26 @@ def main(argv: list[str] | None = None) -> int:
     checkpoint = fingerprint([args.model])
     inputs = {cell.name: fingerprint([], [content[tree(cell)], checkpoint, *server_args(cell)]) for cell in cells}
 
-    def boot(cell: Cell) -> tuple[ServerProcess | None, dict[str, Any]]:
-        """Return the healthy server, or None and the record of its failure."""
-        started = time.monotonic()
-        try:
-            server = launch(
-                args.model,
-                python=sys.executable,
-                pythonpath=tree(cell),
-                log_path=args.out / f"{cell.name}.log",
-                extra_args=server_args(cell),
-                timeout_s=args.boot_timeout,
-                device="cuda",
-            )
-        except Q4Error as error:
-            return None, failure(error)
-        return server, {"boot_s": time.monotonic() - started}
+    def boot(seat: Seat) -> None:
+        seat.server = launch(
+            args.model,
+            python=sys.executable,
+            pythonpath=tree(seat.cell),
+            log_path=args.out / f"{seat.cell.name}.log",
+            extra_args=server_args(seat.cell),
+            env=seat.environment,
+            timeout_s=args.boot_timeout,
+            device="cuda",
+        )
+
+    def answer(seat: Seat) -> None:
+        assert seat.server
+        seat.record |= ask(seat.server, args.model if seat.cell.updates_weights else None)
+        seat.record["rss_gib"] = group_rss_gib(seat.server.pid)
+
+    def timed(seat: Seat) -> None:
+        assert seat.server
+        seat.record |= time_decode(seat.server, int(seat.gpu or 0))
 
     def finish(cell: Cell, result: dict[str, Any]) -> None:
         result["cell"] = {"name": cell.name, "tree": cell.tree, "args": cell.server_args(offload)}
@@ -328,30 +346,10 @@ def main(argv: list[str] | None = None) -> int:
         else:
             results[cell.name] = found
     for first in range(0, len(todo), args.jobs):
-        wave = todo[first : first + args.jobs]
-        with ThreadPoolExecutor(len(wave)) as pool:
-            booted = list(pool.map(boot, wave))
-        servers = [server for server, _ in booted if server]
-        try:
-            for server in servers:
-                os.killpg(server.pid, signal.SIGSTOP)
-            for cell, (server, result) in zip(wave, booted, strict=True):
-                if server:
-                    os.killpg(server.pid, signal.SIGCONT)
-                    try:
-                        result |= measure(server, args.model if cell.updates_weights else None)
-                    except Q4Error as error:
-                        result |= failure(error)
-                        result["full"] += server.log_tail(60)
-                    result["rss_gib"] = group_rss_gib(server.pid)
-                    with contextlib.suppress(ProcessLookupError):
-                        os.killpg(server.pid, signal.SIGSTOP)
-                finish(cell, result)
-        finally:
-            for server in servers:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(server.pid, signal.SIGKILL)
-                server.stop()
+        wave = seats(todo[first : first + args.jobs], args.gpus)
+        run(wave, boot, answer, timed, quiet=Quiet(args.quiet_lock or args.out / "quiet.lock"), failed=failure)
+        for seat in wave:
+            finish(seat.cell, seat.record)
     text = table(results, cells)
     (args.out / "table.md").write_text(text)
     print(text)

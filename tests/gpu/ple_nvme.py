@@ -13,7 +13,8 @@ the same graphs. Each server answers twice, so that what differs between two run
   back); with --soak-s, mixed load for that long.
 
 The first line compares the n-gram ids hashed on the host with the device's, --hash-rows of them.
---jobs servers boot side by side and are then measured one after the other while the rest is stopped (SIGSTOP).
+--jobs servers boot side by side, spread over --gpus, are asked one a GPU at a time, and timed one after the other while
+the rest is stopped (SIGSTOP; tests/gpu/wave.py).
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ import contextlib
 import json
 import os
 import random
-import signal
 import statistics
 import subprocess
 import sys
@@ -34,11 +34,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from q4kit.errors import Q4Error
 from q4kit.server.client import GREEDY, Client
 from q4kit.server.launch import ServerProcess, launch
 from tests.gpu.cells import GRAPH_ARGS
 from tests.gpu.matrix import COMMON_ARGS, common_prefix, failure, generate, prompts, worst
+from tests.gpu.wave import Quiet, Seat, gpu_list, run, seats
 
 CHUNK = 2048
 CELLS = (
@@ -137,12 +137,11 @@ def memory_gib(group: int) -> dict[str, float]:
     return {name: round(value, 2) for name, value in total.items()} | {"processes": processes}
 
 
-def measure(server: ServerProcess, args: argparse.Namespace, files: list[Path], graph: str) -> dict[str, Any]:
-    """Return everything recorded about one healthy server."""
+def ask(server: ServerProcess, args: argparse.Namespace, graph: str) -> dict[str, Any]:
+    """Return the answers of one healthy server."""
     eos = json.loads((args.model / "config.json").read_text())["text_config"]["eos_token_id"]
     result: dict[str, Any] = {"rss_gib_start": memory_gib(server.pid)}
     new_tokens = args.new_tokens // 5 if graph == "eager" else args.new_tokens
-    decode_tokens = args.decode_tokens // 5 if graph == "eager" else args.decode_tokens
     with Client(server.base_url, timeout_s=300) as client:
         texts = prompts(args.vocab)
         texts[7] = [token if index % 97 else eos for index, token in enumerate(texts[7])]
@@ -165,6 +164,14 @@ def measure(server: ServerProcess, args: argparse.Namespace, files: list[Path], 
         hit = client.generate({**short, "input_ids": prompt})
         result["one_left"] = hit["output_ids"]
         result["one_left_cached"] = hit["meta_info"]["cached_tokens"]
+    return result
+
+
+def time_speeds(server: ServerProcess, args: argparse.Namespace, files: list[Path], graph: str) -> dict[str, Any]:
+    """Return the speeds of one healthy server, warm and cold, and its memory after them."""
+    result: dict[str, Any] = {}
+    decode_tokens = args.decode_tokens // 5 if graph == "eager" else args.decode_tokens
+    with Client(server.base_url, timeout_s=300) as client:
         for state in ("warm", "cold"):
             steps, rates = [], []
             for sample in range(args.samples):
@@ -251,6 +258,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--prefill-tokens", type=int, default=8 * CHUNK, help="tokens of one prefill sample")
     parser.add_argument("--samples", type=int, default=2)
     parser.add_argument("--jobs", type=int, default=6, help="servers that boot at once")
+    parser.add_argument("--gpus", type=gpu_list, default=[None], help="NVML indices, such as 0,1: spread over them")
+    parser.add_argument("--quiet-lock", type=Path, help="lock file shared with other scripts that time on this machine")
     parser.add_argument("--soak-s", type=float, default=0, help="seconds of mixed load a disk server")
     parser.add_argument("--hash-rows", type=int, default=200_000)
     parser.add_argument("--boot-timeout", type=float, default=400)
@@ -263,59 +272,46 @@ def name_of(cell: tuple[str, str, str | None]) -> str:
     return "-".join(part for part in cell if part)
 
 
-def boot(args: argparse.Namespace, cell: tuple[str, str, str | None]) -> tuple[ServerProcess | None, dict[str, Any]]:
-    """Return the healthy server of a cell and its record; a server that does not serve gives its error."""
+def server_args(args: argparse.Namespace, cell: tuple[str, str, str | None]) -> list[str]:
+    """Return the SGLang arguments of a cell."""
     ple, graph, reader = cell
     flags = [*COMMON_ARGS, *args.arg, *GRAPH_ARGS[graph], "--ple-offload-embedding", f"--ple-offload-backend={ple}"]
     if reader:
         flags.append(f"--ple-offload-reader={reader}")
     if ple == "nvme" and args.table:
         flags.append(f"--ple-offload-dir={args.table}")
-    started = time.monotonic()
-    record: dict[str, Any] = {"kind": "server", "cell": name_of(cell), "args": flags}
-    try:
-        server = launch(
+    return flags
+
+
+def run_wave(args: argparse.Namespace, cells: list[tuple[str, str, str | None]]) -> list[dict[str, Any]]:
+    """Boot the cells of a wave side by side, ask and time them, return their records."""
+    files = sorted((args.table or args.model).rglob("*.bin" if args.table else "*.safetensors"))
+
+    def boot(seat: Seat) -> None:
+        flags = server_args(args, seat.cell)
+        seat.record = {"kind": "server", "cell": name_of(seat.cell), "args": flags}
+        seat.server = launch(
             args.model,
             python=sys.executable,
             pythonpath=args.patched,
-            log_path=args.out / f"{name_of(cell)}.log",
+            log_path=args.out / f"{name_of(seat.cell)}.log",
             extra_args=flags,
+            env=seat.environment,
             timeout_s=args.boot_timeout,
             device="cuda",
         )
-    except Q4Error as error:
-        return None, record | failure(error)
-    return server, record | {"boot_s": time.monotonic() - started}
 
+    def answer(seat: Seat) -> None:
+        assert seat.server
+        seat.record |= ask(seat.server, args, seat.cell[1])
 
-def run_wave(args: argparse.Namespace, wave: list[tuple[str, str, str | None]]) -> list[dict[str, Any]]:
-    """Boot the cells of a wave side by side, measure them one after the other, return their records."""
-    files = sorted((args.table or args.model).rglob("*.bin" if args.table else "*.safetensors"))
-    with ThreadPoolExecutor(len(wave)) as pool:
-        booted = list(pool.map(lambda cell: boot(args, cell), wave))
-    records = []
-    try:
-        for server, _ in booted:
-            if server:
-                os.killpg(server.pid, signal.SIGSTOP)
-        for cell, (server, record) in zip(wave, booted, strict=True):
-            if server:
-                os.killpg(server.pid, signal.SIGCONT)
-                try:
-                    record |= measure(server, args, files, cell[1])
-                except Q4Error as error:
-                    record |= failure(error)
-                    record["full"] += server.log_tail(60)
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(server.pid, signal.SIGSTOP)
-            records.append(record)
-    finally:
-        for server, _ in booted:
-            if server:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(server.pid, signal.SIGKILL)
-                server.stop()
-    return records
+    def timed(seat: Seat) -> None:
+        assert seat.server
+        seat.record |= time_speeds(seat.server, args, files, seat.cell[1])
+
+    wave = seats(cells, args.gpus)
+    run(wave, boot, answer, timed, quiet=Quiet(args.quiet_lock or args.out / "quiet.lock"), failed=failure)
+    return [seat.record for seat in wave]
 
 
 def check_hashes(args: argparse.Namespace) -> dict[str, Any]:
