@@ -21,6 +21,7 @@ import errno
 import json
 import os
 import random
+import shutil
 import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -112,8 +113,11 @@ def make_model(folder: Path, preset: str) -> Path:
         options = dataclasses.replace(
             PRESETS[preset], ple_embed_dim=ROW_BYTES * HEADS, ple_layers=(2,), ple_dtype="float8_e4m3fn"
         )
-        generate(folder, options)
-        declare_full_table(folder)
+        half = folder.with_name(f"{folder.name}.part")  # a run that ends here leaves no checkpoint that looks whole
+        shutil.rmtree(half, ignore_errors=True)
+        generate(half, options)
+        declare_full_table(half)
+        half.rename(folder)
     return folder
 
 

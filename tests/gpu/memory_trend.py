@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -12,6 +13,8 @@ from typing import Any
 
 from scipy import stats
 
+BRIEF = 0.1
+"""Share of the samples that a process may be in and not belong to the server: a compiler that a new kernel starts."""
 BLOCKS = 8
 """Blocks that a window is averaged into: neighbouring samples are not independent, their means nearly are."""
 
@@ -83,15 +86,32 @@ def total(samples: Sequence[tuple[float, dict[str, dict[str, float]]]], field: s
     return [sum(process[field] for process in processes.values()) for _, processes in samples]
 
 
+def servers(
+    samples: Sequence[tuple[float, dict[str, dict[str, float]]]],
+) -> tuple[list[tuple[float, dict[str, dict[str, float]]]], list[str]]:
+    """Return the samples without the processes that came and went, and the names of those.
+
+    Such a process is in at most BRIEF of the samples and not in the last one.
+    """
+    seen = Counter(name for _, processes in samples for name in processes)
+    brief = {name for name, times in seen.items() if times <= BRIEF * len(samples) and name not in samples[-1][1]}
+    kept = [(at, {name: figures for name, figures in now.items() if name not in brief}) for at, now in samples]
+    return kept, sorted(brief)
+
+
 def judge(
     samples: Sequence[tuple[float, dict[str, dict[str, float]]]], warm_up_s: float, limit_mib: float, mapped_mib: float
 ) -> dict[str, Any]:
     """Return the verdict on samples of (seconds, memory by process) after the warm-up.
 
     Memory holds when the anonymous memory of all processes together is flat, their mapped memory stays below
-    `mapped_mib`, and no process went away or came. Growth of each process is given beside it.
+    `mapped_mib`, and no process of the server went away or came. Growth of each process is given beside it.
+    ValueError where there are too few samples.
     """
-    kept = [sample for sample in samples if sample[0] >= warm_up_s]
+    late = [sample for sample in samples if sample[0] >= warm_up_s]
+    if not late:
+        raise ValueError(f"no sample after {warm_up_s:g} s of warm-up")
+    kept, brief = servers(late)
     times = [seconds for seconds, _ in kept]
     anonymous = trend(times, total(kept, "anonymous"))
     names = [set(processes) for _, processes in kept]
@@ -113,5 +133,6 @@ def judge(
         "mapped_mib_max": round(largest, 1),
         "mapped_mib_limit": mapped_mib,
         "same_processes": same,
+        "brief_processes": brief,
         "processes": processes,
     }

@@ -117,9 +117,11 @@ class Sampler:
 
 def table_counters(base_url: str) -> dict[str, float]:
     """Return the server's totals of rows read from storage; empty where it exports none."""
-    text = requests.get(f"{base_url}/metrics", timeout=10).text
+    with requests.Session() as session:
+        session.trust_env = False  # no proxy of the shell between here and loopback
+        answer = session.get(f"{base_url}/metrics", timeout=10)
     found = {}
-    for line in text.splitlines():
+    for line in answer.text.splitlines() if answer.ok else ():
         if line.startswith("sglang:ple_"):
             name, _, value = line.rpartition(" ")
             found[name.partition("{")[0].removeprefix("sglang:ple_").removesuffix("_total")] = float(value)
@@ -146,15 +148,23 @@ def soak(server: ServerProcess, args: argparse.Namespace) -> dict[str, Any]:
                 except (Q4Error, ValueError) as error:
                     failed.append(f"request {number}: {error}"[:300])
         time.sleep(1)  # the aborts
-        client.flush_cache()
-        after = ask(client, probe, 16)
-        counters = table_counters(server.base_url)
-    record = {
+        after: list[int] | None = None
+        counters: dict[str, float] = {}
+        try:
+            client.flush_cache()
+            after = ask(client, probe, 16)
+            counters = table_counters(server.base_url)
+        except (Q4Error, ValueError, requests.RequestException) as error:
+            failed.append(f"after the load: {error}"[:300])
+    record: dict[str, Any] = {
         "case": "ple_soak", "device": args.device, "graphs": args.graphs, "seconds": args.seconds,
         "requests": dict(done), "failed": failed, "answer_same": after == before,
         "answer_repeats": again == before, "table": counters,
     }  # fmt: skip
-    record |= judge(sampler.samples, args.seconds / 3, args.limit_mib, args.mapped_mib)
+    try:
+        record |= judge(sampler.samples, args.seconds / 3, args.limit_mib, args.mapped_mib)
+    except ValueError as error:  # the load ended early: what went wrong is in `failed`
+        record |= {"verdict": "inconclusive", "reason": str(error)}
     if args.raw:
         args.raw.write_text(json.dumps({**record, "samples": sampler.samples}))
     # A server that does not repeat itself cannot be asked to.

@@ -20,7 +20,8 @@ def answer(size: int, new: int = NEW_TOKENS) -> dict[str, Any]:
 
 def record() -> dict[str, Any]:
     runs = [[answer(size) for size in lengths(CHUNK)] for _ in range(2)]
-    return {"runs": runs, "long": answer(1, LONG_TOKENS), "one_left": {"cached": 4, "output": [-1.0] * NEW_TOKENS}}
+    one_left = {"cached": CHUNK, "output": [-1.0] * NEW_TOKENS}
+    return {"runs": runs, "long": answer(1, LONG_TOKENS), "one_left": one_left}
 
 
 def test_prompts_have_one_token_and_both_sides_of_the_chunk() -> None:
@@ -88,6 +89,15 @@ def test_a_server_that_does_not_repeat_and_a_far_cache_do_not_hold() -> None:
         for item in run:
             item["prompt"] = [value - 0.5 for value in item["prompt"]]
     assert not judge(far, record(), CHUNK, 0.1, 0.1)["ok"]
+
+
+@pytest.mark.parametrize("cached", [CHUNK - 1, CHUNK // 2, 0])
+def test_a_prompt_that_had_more_than_one_token_left_does_not_count(cached: int) -> None:
+    other = record()
+    other["one_left"]["cached"] = cached
+    found = judge(other, record(), CHUNK, 0.1, 0.1)
+    assert (found["ok"], found["one_left"], found["faults"]) == (False, False, [])
+    assert "distance" in found
 
 
 def test_output_counts_up_to_the_first_token_that_differs() -> None:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from q4kit.errors import ServerError
+from tests.gpu import ple_soak
 from tests.gpu.memory_trend import group_memory, judge, parse_smaps, trend, verdict
 from tests.gpu.ple_soak import KINDS, main, plan
 
@@ -52,7 +59,9 @@ def test_too_few_samples_are_refused(times: list[float], values: list[float]) ->
         trend(times, values)
 
 
-def samples(growth: float = 0.0, mapped: float = 100.0, lost_at: int | None = None) -> list:
+def samples(
+    growth: float = 0.0, mapped: float = 100.0, lost_at: int | None = None, came_at: range = range(0)
+) -> list[tuple[float, dict[str, dict[str, float]]]]:
     anonymous = walk(1, growth)
     out = []
     for i, seconds in enumerate(TIMES):
@@ -62,6 +71,8 @@ def samples(growth: float = 0.0, mapped: float = 100.0, lost_at: int | None = No
         }
         if lost_at is not None and i >= lost_at:
             del processes["http 1"]
+        if i in came_at:
+            processes["ptxas 3"] = {"rss": 900.0, "anonymous": 900.0, "mapped": 0.0}
         out.append((seconds, processes))
     return out
 
@@ -76,11 +87,25 @@ def test_judge_names_every_process_and_holds_when_flat() -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"growth": 300.0}, {"mapped": 1001.0}, {"lost_at": 200}],
-    ids=["grows", "maps too much", "a process died"],
-)
-def test_judge_does_not_hold(changes: dict[str, float]) -> None:
+    [
+        {"growth": 300.0}, {"mapped": 1001.0}, {"lost_at": 200}, {"lost_at": 239},
+        {"came_at": range(100, 140)}, {"came_at": range(238, 240)},
+    ],
+    ids=["grows", "maps too much", "a process died", "one died at the end", "one came for long", "one came to stay"],
+)  # fmt: skip
+def test_judge_does_not_hold(changes: dict[str, Any]) -> None:
     assert judge(samples(**changes), 20, 32, 1000)["verdict"] == "grows"
+
+
+def test_a_process_that_comes_and_goes_is_named_and_not_counted() -> None:
+    found = judge(samples(came_at=range(150, 160)), 20, 32, 1000)
+    assert (found["verdict"], found["brief_processes"]) == ("flat", ["ptxas 3"])
+    assert found["anonymous_growth_mib"] == judge(samples(), 20, 32, 1000)["anonymous_growth_mib"]
+
+
+def test_no_sample_after_the_warm_up_is_refused() -> None:
+    with pytest.raises(ValueError, match="no sample after 600 s"):
+        judge(samples(), 600, 32, 1000)
 
 
 def test_growth_during_the_warm_up_does_not_count() -> None:
@@ -113,6 +138,46 @@ def test_the_load_has_every_kind_repeats_and_is_unique() -> None:
     assert len(set(prompts)) == len(prompts)
     assert all(200 <= len(ids) <= 400 for ids in prompts)
     assert all(3 <= token < 500 for ids in prompts for token in ids)
+
+
+class Dying:
+    """A client whose server answers the two probes and is gone under load."""
+
+    def __init__(self, base_url: str, timeout_s: float) -> None:
+        self.answers = 0
+
+    def __enter__(self) -> Dying:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def flush_cache(self) -> None:
+        self.generate({"sampling_params": {"max_new_tokens": 0}}, counted=False)
+
+    def generate(self, payload: dict[str, Any], counted: bool = True) -> dict[str, Any]:
+        self.answers += counted
+        if self.answers > 2:
+            raise ServerError("connection refused", remedy="look at its log")
+        return {"output_ids": [7] * payload["sampling_params"]["max_new_tokens"]}
+
+    def stream_generate(self, payload: dict[str, Any]) -> Iterator[None]:
+        self.generate(payload)
+        yield None
+
+
+def test_a_server_that_dies_under_load_leaves_its_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ple_soak, "Client", Dying)
+    raw = tmp_path / "raw.json"
+    args = SimpleNamespace(
+        device="cpu", graphs="full", seconds=60, longest=40, vocab=500, limit_mib=32, mapped_mib=1000, raw=raw
+    )
+    record = ple_soak.soak(SimpleNamespace(base_url="http://127.0.0.1:9", pid=os.getpgrp()), args)  # type: ignore[arg-type]
+    assert (record["ok"], record["verdict"], record["answer_same"]) == (False, "inconclusive", False)
+    assert [line.partition(":")[0] for line in record["failed"]] == [
+        *(f"request {i}" for i in range(5)),
+        "after the load",
+    ]
+    assert json.loads(raw.read_text())["failed"] == record["failed"]
 
 
 def test_too_short_a_run_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
