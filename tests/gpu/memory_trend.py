@@ -41,9 +41,11 @@ def trend(times: Sequence[float], values: Sequence[float], blocks: int = BLOCKS)
     pairs = list(pairwise(cuts))
     x = [statistics.fmean(times[a:b]) for a, b in pairs]
     y = [statistics.fmean(values[a:b]) for a, b in pairs]
+    seconds = times[-1] - times[0]
+    if min(y) == max(y):  # a correlation, and with it scipy's error of the slope, is not defined then
+        return Trend(0.0, 0.0, 0.0, len(times), seconds)
     line = stats.linregress(x, y)
     half = float(stats.t.ppf(0.975, blocks - 2)) * line.stderr
-    seconds = times[-1] - times[0]
     return Trend(
         line.slope * seconds, (line.slope - half) * seconds, (line.slope + half) * seconds, len(times), seconds
     )

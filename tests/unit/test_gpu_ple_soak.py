@@ -37,6 +37,12 @@ def test_a_straight_line_gives_its_growth_exactly() -> None:
     assert found.seconds == TIMES[-1]
 
 
+def test_memory_that_never_changes_is_flat() -> None:
+    found = trend(TIMES, [300.0] * len(TIMES))
+    assert (found.growth, found.low, found.high) == (0.0, 0.0, 0.0)
+    assert verdict(found, 0.0) == "flat"
+
+
 def test_interval_covers_the_true_growth_about_as_often_as_it_says() -> None:
     covered = sum(1 for seed in range(400) if (t := trend(TIMES, walk(seed, 20))).low <= 20 <= t.high)
     assert 0.90 <= covered / 400 <= 0.99
@@ -82,6 +88,7 @@ def test_judge_names_every_process_and_holds_when_flat() -> None:
     assert found["verdict"] == "flat"
     assert set(found["processes"]) == {"scheduler 2", "http 1"}
     assert found["processes"]["http 1"]["rss_growth"]["growth"] == 0
+    json.dumps(found, allow_nan=False)
     assert found["mapped_mib_max"] == 100
 
 
