@@ -2,12 +2,14 @@
 """What a result belongs to: one hash over SGLang trees, checkpoints, scripts and options.
 
 `inputs.py PATH... [--options WORDS]` prints it: run_all.sh keeps it with each step, matrix.py with each cell, and what
-has another one is measured again. A path that is not there counts as absent.
+has another one is measured again. A path that is not there counts as absent, a script stands for the modules of this
+folder that it imports too.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import hashlib
 import sys
 from collections.abc import Sequence
@@ -24,6 +26,22 @@ def fingerprint(paths: Sequence[Path], options: Sequence[str] = ()) -> str:
     for part in [*map(_content, paths), *options]:
         digest.update(part.encode() + b"\0")
     return digest.hexdigest()
+
+
+def with_modules(script: Path) -> list[Path]:
+    """Return `script` and the modules of its own folder that it imports, directly or not, sorted after it."""
+    found: set[Path] = set()
+    todo = [script]
+    while todo:
+        path = todo.pop()
+        if path in found or not path.is_file():
+            continue
+        found.add(path)
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tests.gpu"):
+                names = [alias.name for alias in node.names] if node.module == "tests.gpu" else [node.module or ""]
+                todo += [script.with_name(f"{name.rpartition('.')[2]}.py") for name in names]
+    return [script, *sorted(found - {script})]
 
 
 def _content(path: Path) -> str:
@@ -52,7 +70,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("paths", type=Path, nargs="+", metavar="PATH")
     parser.add_argument("--options", default="", metavar="WORDS", help="what else decides the result, one string")
     args = parser.parse_args(argv)
-    print(fingerprint(args.paths, args.options.split()))
+    paths = [each for path in args.paths for each in (with_modules(path) if path.suffix == ".py" else [path])]
+    print(fingerprint(paths, args.options.split()))
     return 0
 
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs everything in this folder that proves the series on a GPU, and prints one table at the end.
 #
-# usage: tests/gpu/run_all.sh OUT --patched DIR [--stock DIR] [--tiny DIR] [--mid DIR] [--only STEP]... [--again]
+# usage: tests/gpu/run_all.sh OUT --patched DIR [--stock DIR] [--tiny DIR] [--mid DIR] [--soak SECONDS] [--only STEP]... [--again]
 #        tests/gpu/run_all.sh --list
 #
 #   OUT            folder for logs, raw answers and the table (OUT/table.md)
@@ -9,6 +9,7 @@
 #   --stock DIR    folder with the stock sglang package; without it the matrices leave the stock cells out
 #   --tiny DIR     checkpoint of `tools/make_tiny_model.py DIR --preset gpu` (default: made in OUT/models)
 #   --mid DIR      checkpoint of `tools/make_tiny_model.py DIR --preset mid` (default: made in OUT/models)
+#   --soak SECONDS how long ple_soak loads its server (default 240; 1800 is the whole soak)
 #   --only STEP    run this step alone (repeatable)
 #   --again        run steps anew that have an outcome already
 #   --list         print the steps and what each needs; needs no GPU
@@ -32,38 +33,43 @@ qsa_sync|2|2|0|
 fp8_kv|2|2|0|
 offload|4|4|0|
 sparse_gqa|4|4|0|
+ple_step_breakdown|2|4|1|
 ple_memop|4|8|2|
 fp8_kv_prompts|20|24|2|tiny
+full_table|20|24|1|
 matrix_tiny|20|24|2|tiny
-matrix_mid|20|32|12|mid'
+matrix_mid|20|32|12|mid
+ple_nvme|20|32|12|mid
+ple_soak|20|24|12|mid'
 
 usage() { sed -n '2,/^[^#]/{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; }
 die() { printf 'error: %s\nremedy: %s\n' "$1" "$2" >&2; exit "${3:-2}"; }
 
 list() {
-  printf '%-16s %-10s %-10s %-10s %-6s %s\n' step 'GPU GiB' 'host GiB' 'disk GiB' model present
+  printf '%-19s %-10s %-10s %-10s %-6s %s\n' step 'GPU GiB' 'host GiB' 'disk GiB' model present
   while IFS='|' read -r name gpu host disk model; do
-    printf '%-16s %-10s %-10s %-10s %-6s %s\n' "$name" "$gpu" "$host" "$disk" "${model:--}" \
+    printf '%-19s %-10s %-10s %-10s %-6s %s\n' "$name" "$gpu" "$host" "$disk" "${model:--}" \
       "$([ -f "$(script_of "$name")" ] && echo yes || echo no)"
   done <<<"$STEPS"
 }
 
 script_of() { case $1 in matrix_*) echo "$GPU/matrix.py" ;; *) echo "$GPU/$1.py" ;; esac; }
 
-out='' patched='' stock='' tiny='' mid='' again='' only=()
+out='' patched='' stock='' tiny='' mid='' soak=240 again='' only=()
 [ $# -gt 0 ] || { usage; exit 2; }
 while [ $# -gt 0 ]; do
   case $1 in
     -h | --help) usage; exit 0 ;;
     --list) list; exit 0 ;;
     --again) again=1 ;;
-    --patched | --stock | --tiny | --mid | --only)
+    --patched | --stock | --tiny | --mid | --soak | --only)
       [ $# -gt 1 ] || die "$1 has no value" "read $0 --help"
       case $1 in
         --patched) patched=$2 ;;
         --stock) stock=$2 ;;
         --tiny) tiny=$2 ;;
         --mid) mid=$2 ;;
+        --soak) soak=$2 ;;
         --only) only+=("$2") ;;
       esac
       shift
@@ -75,6 +81,7 @@ while [ $# -gt 0 ]; do
 done
 [ -n "$out" ] || die "no folder OUT for the results" "read $0 --help"
 [ -n "$patched" ] || die "no --patched" "name the folder that holds the patched sglang package"
+[[ $soak =~ ^[0-9]+$ && $soak -ge 30 ]] || die "--soak $soak" "give whole seconds, at least 30 (there are too few samples in less)"
 for tree in "$patched" ${stock:+"$stock"}; do
   [ -f "$tree/sglang/version.py" ] || die "$tree holds no sglang package" "name the folder that PYTHONPATH would name"
 done
@@ -98,13 +105,14 @@ lacks() {
   df -Pk "$out" | awk -v need="$3" 'NR == 2 { if ($4 / 1048576 < need) printf "%.0f GiB of disk free in OUT, needs %d", $4 / 1048576, need }'
 }
 
-# usage: preset_of NAME, given_of NAME, options_of NAME   the checkpoint of a step and the fixed options of a matrix
-preset_of() { case $1 in matrix_mid) echo mid ;; fp8_kv_prompts | matrix_tiny) echo gpu ;; esac; }
-given_of() { case $1 in matrix_mid) echo "$mid" ;; *) echo "$tiny" ;; esac; }
+# usage: preset_of NAME, given_of NAME, options_of NAME   the checkpoint of a step and what else decides its outcome
+preset_of() { case $1 in matrix_mid | ple_nvme | ple_soak) echo mid ;; fp8_kv_prompts | matrix_tiny) echo gpu ;; esac; }
+given_of() { case $(preset_of "$1") in mid) echo "$mid" ;; *) echo "$tiny" ;; esac; }
 options_of() {
   case $1 in
     matrix_tiny) echo --half-gb 1 --all-gb 1 ;; # --cpu-offload-gb 1, the smallest budget, takes every weight of this model
     matrix_mid) echo --half-gb 2 ;;             # 4.5 GiB of routed experts
+    ple_soak) echo --seconds "$soak" ;;
   esac
 }
 
@@ -130,7 +138,7 @@ make_model() {
 inputs_of() {
   local paths=("$patched" "$(script_of "$1")")
   [ -z "$(preset_of "$1")" ] || paths+=("$(model_of "$1")")
-  case $1 in matrix_*) paths+=("$GPU/cells.py" ${stock:+"$stock"}) ;; esac
+  case $1 in matrix_*) paths+=(${stock:+"$stock"}) ;; esac
   "$PYTHON" "$GPU/inputs.py" "${paths[@]}" --options="$(options_of "$1")"
 }
 
@@ -146,6 +154,16 @@ command_of() {
       command=("$PYTHON" "$GPU/matrix.py" "$out/$1" --model "$(model_of "$1")" --patched "$patched"
         ${stock:+--stock "$stock"} "${options[@]}" --jobs "$jobs")
       ;;
+    full_table) command=("$PYTHON" "$GPU/$1.py" "$out/$1" --patched "$patched") ;;
+    ple_nvme)
+      command=("$PYTHON" "$GPU/$1.py" "$out/$1" --model "$(model_of "$1")" --patched "$patched" --jobs "$jobs")
+      ;;
+    ple_soak)
+      read -ra options <<<"$(options_of "$1")"
+      command=("$PYTHON" "$GPU/$1.py" --model "$(model_of "$1")" --patched "$patched" "${options[@]}"
+        --log "$out/$1/server.log" --json "$out/$1/record.json" --raw "$out/$1/samples.json")
+      ;;
+    ple_memop | ple_step_breakdown) command=("$PYTHON" "$GPU/$1.py" --folder "$out") ;; # its disk, not that of /tmp
     *) command=("$PYTHON" "$GPU/$1.py") ;;
   esac
 }

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.gpu.cells import CELLS, Cell, uncovered_pairs
-from tests.gpu.inputs import fingerprint
+from tests.gpu.inputs import fingerprint, with_modules
 from tests.gpu.matrix import kept, update_fault
 
 
@@ -117,3 +117,14 @@ def test_inputs_are_contents_and_options_not_places(tmp_path: Path) -> None:
             fingerprint([one, tmp_path / "none"], ["--half-gb", "1"]),
         }
     ) == 5  # fmt: skip
+
+
+def test_a_script_stands_for_the_modules_that_it_imports(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("import json\nfrom tests.gpu.one import x\nfrom tests.gpu import two\n")
+    (tmp_path / "one.py").write_text("def late():\n    from tests.gpu.three import y\n")
+    (tmp_path / "two.py").write_text("from tests.gpu.one import x\n")
+    (tmp_path / "three.py").write_text("from tests.gpu.script import main\n")
+    (tmp_path / "other.py").write_text("")
+    names = [path.name for path in with_modules(tmp_path / "script.py")]
+    assert names == ["script.py", "one.py", "three.py", "two.py"]
+    assert with_modules(tmp_path / "none.py") == [tmp_path / "none.py"]

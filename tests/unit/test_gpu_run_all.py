@@ -32,6 +32,17 @@ AWK = """#!/bin/bash
 exec {awk} "${{@/#\\/proc\\/meminfo/{meminfo}}}"
 """
 """Shows the script a machine with 64 GiB of memory, whichever this is."""
+PARSE_ONLY = """
+import argparse, runpy, sys
+parse = argparse.ArgumentParser.parse_args
+def only(*args, **more):
+    parse(*args, **more)
+    raise SystemExit(0)
+argparse.ArgumentParser.parse_args = only
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+"""Runs a script up to and with the reading of its arguments."""
 
 
 class Machine:
@@ -73,14 +84,25 @@ def machine(tmp_path: Path) -> Machine:
     return Machine(tmp_path)
 
 
-def test_the_list_names_every_unit_script_and_needs_no_gpu(machine: Machine) -> None:
+def listed(machine: Machine) -> dict[str, list[str]]:
+    """Return what --list says of each step."""
     done = machine.run("--list", gpu_gib="")
     assert done.returncode == 0
-    listed = {line.split()[0]: line.split()[-1] for line in done.stdout.splitlines()[1:]}
-    (scripts,) = re.findall(r'parametrize\("script", \[(.*)\]', (GPU / "test_units.py").read_text())
-    assert set(re.findall(r"\w+", scripts)) <= set(listed)
-    assert {"matrix_tiny", "matrix_mid"} <= set(listed)
-    assert set(listed.values()) <= {"yes", "no"}
+    return {line.split()[0]: line.split()[1:] for line in done.stdout.splitlines()[1:]}
+
+
+def test_the_list_names_every_script_and_needs_no_gpu(machine: Machine) -> None:
+    scripts = {path.stem for path in GPU.glob("*.py") if '__name__ == "__main__"' in path.read_text()}
+    steps = listed(machine)
+    assert {re.sub("^matrix_.*", "matrix", name) for name in steps} == scripts - {"inputs", "summarise"}
+    assert {row[-1] for row in steps.values()} == {"yes"}
+    assert {name for name, row in steps.items() if row[3] == "mid"} == {"matrix_mid", "ple_nvme", "ple_soak"}
+    assert all(float(number) >= 0 for row in steps.values() for number in row[:3])
+
+
+def test_the_units_test_runs_every_script_but_the_matrix(machine: Machine) -> None:
+    text = (GPU / "test_units.py").read_text()
+    assert {name for name in listed(machine) if f'"{name}"' not in text} == {"matrix_tiny", "matrix_mid"}
 
 
 def test_without_a_gpu_every_step_is_skipped_with_the_reason(machine: Machine) -> None:
@@ -114,6 +136,44 @@ def test_a_step_that_fails_is_told_and_run_again(machine: Machine) -> None:
     assert "| bcg_outputs | FAILS | 1/2 |" in done.stdout
     assert machine.step().returncode == 0
     assert len(machine.calls.read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("step", "arguments"),
+    [
+        ("ple_step_breakdown", "ple_step_breakdown.py --folder OUT"),
+        ("ple_memop", "ple_memop.py --folder OUT"),
+        ("full_table", "full_table.py OUT/full_table --patched TREE"),
+        ("fp8_kv_prompts", "fp8_kv_prompts.py OUT/fp8_kv_prompts --model OUT/models/gpu --patched TREE"),
+        ("ple_nvme", "ple_nvme.py OUT/ple_nvme --model OUT/models/mid --patched TREE --jobs 1"),
+        (
+            "ple_soak",
+            "ple_soak.py --model OUT/models/mid --patched TREE --seconds 240 --log OUT/ple_soak/server.log "
+            "--json OUT/ple_soak/record.json --raw OUT/ple_soak/samples.json",
+        ),
+    ],
+)
+def test_a_step_gets_the_arguments_that_its_script_takes(machine: Machine, step: str, arguments: str) -> None:
+    done = machine.run(str(machine.out), "--patched", str(machine.tree), "--only", step)
+    assert done.returncode == 0, done.stderr
+    expected = arguments.replace("OUT", str(machine.out)).replace("TREE", str(machine.tree))
+    (call,) = machine.calls.read_text().splitlines()
+    assert call == f"{GPU}/{expected}"
+    for more, code in (([], 0), (["--frobnicate"], 2)):
+        parsed = subprocess.run(
+            [sys.executable, "-c", PARSE_ONLY, *call.split(), *more], capture_output=True, text=True, timeout=120
+        )
+        assert parsed.returncode == code, parsed.stderr
+
+
+def test_a_soak_of_another_length_is_another_soak(machine: Machine) -> None:
+    def soak(*more: str) -> str:
+        return machine.run(str(machine.out), "--patched", str(machine.tree), "--only", "ple_soak", *more).stderr
+
+    soak()
+    assert "holds already" in soak("--soak", "240")
+    assert "running again" in soak("--soak", "1800")
+    assert " --seconds 1800 " in machine.calls.read_text().splitlines()[-1]
 
 
 def matrix(machine: Machine, *more: str, **how: str) -> subprocess.CompletedProcess[str]:
@@ -171,6 +231,8 @@ def test_a_checkpoint_that_cannot_be_made_fails_its_step_alone(machine: Machine)
         (["OUT", "--patched", "OUT"], "holds no sglang package"),
         (["OUT", "--patched", "TREE", "--only", "nothing"], "no step nothing"),
         (["OUT", "--patched", "TREE", "--tiny", "TREE"], "holds no config.json"),
+        (["OUT", "--patched", "TREE", "--soak", "20"], "--soak 20"),
+        (["OUT", "--patched", "TREE", "--soak", "half"], "--soak half"),
         (["OUT", "--patched"], "--patched has no value"),
         (["OUT", "--frobnicate"], "unknown argument --frobnicate"),
     ],
