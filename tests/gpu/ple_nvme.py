@@ -12,6 +12,9 @@ the same graphs. Each server answers twice, so that what differs between two run
 * memory of the process group before and after, GiB: anonymous, and file pages that it maps (the kernel may take those
   back); with --soak-s, mixed load for that long.
 
+--arg=--enable-deterministic-inference makes the answers repeatable (see tests/gpu/matrix.py) and slower:
+run it once so, with --answers-only, to decide equality by bits, and once without for the speeds.
+
 The first line compares the n-gram ids hashed on the host with the device's, --hash-rows of them.
 --jobs servers boot side by side, spread over --gpus, are asked one a GPU at a time, and timed one after the other while
 the rest is stopped (SIGSTOP; tests/gpu/wave.py).
@@ -51,7 +54,12 @@ CELLS = (
     ("nvme", "full", "mmap"),
     ("pinned", "eager", None),
     ("nvme", "eager", "auto"),
+    ("nvme-wait", "full", "auto"),
+    ("nvme-wait", "full", "io_uring"),
+    ("nvme-wait", "full", "pread"),
+    ("nvme-wait", "full", "mmap"),
 )
+"""(table, graphs, reader); nvme launches a decode graph after the read, nvme-wait before it."""
 RAW = ("scored", "scored_again", "greedy", "greedy_again", "pair", "one_left", "uncached", "full")
 """Fields kept in OUT/*.json only."""
 HASH_CHECK = """
@@ -229,12 +237,12 @@ def verdict(pinned: dict[str, Any], disk: dict[str, Any]) -> dict[str, Any]:
         "one_left_common": common_prefix(pinned["one_left"], disk["one_left"]),
         "one_left_equals_uncached": [r["one_left"] == r["uncached"] for r in (pinned, disk)],
         "one_left_cached": disk["one_left_cached"],
-        "rss_gib": [disk["rss_gib_start"], disk["rss_gib_end"]],
+        "rss_gib": [disk["rss_gib_start"], disk.get("rss_gib_end")],
     }
     compared["equal"] = compared["max_abs_dlogprob"] <= 2 * floor and (
         compared["greedy_common"] == len(disk["greedy"]) or min(compared["greedy_common_floor"]) < len(disk["greedy"])
     )
-    for state in ("warm", "cold"):
+    for state in ("warm", "cold") if "step_us_warm" in disk else ():
         step, base = median(disk, f"step_us_{state}"), median(pinned, f"step_us_{state}")
         rate, rate_base = median(disk, f"prefill_tok_s_{state}"), median(pinned, f"prefill_tok_s_{state}")
         compared |= {
@@ -258,6 +266,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--prefill-tokens", type=int, default=8 * CHUNK, help="tokens of one prefill sample")
     parser.add_argument("--samples", type=int, default=2)
     parser.add_argument("--jobs", type=int, default=6, help="servers that boot at once")
+    parser.add_argument("--answers-only", action="store_true", help="no speeds, cold reads or soak")
     parser.add_argument("--gpus", type=gpu_list, default=[None], help="NVML indices, such as 0,1: spread over them")
     parser.add_argument("--quiet-lock", type=Path, help="lock file shared with other scripts that time on this machine")
     parser.add_argument("--soak-s", type=float, default=0, help="seconds of mixed load a disk server")
@@ -275,9 +284,12 @@ def name_of(cell: tuple[str, str, str | None]) -> str:
 def server_args(args: argparse.Namespace, cell: tuple[str, str, str | None]) -> list[str]:
     """Return the SGLang arguments of a cell."""
     ple, graph, reader = cell
+    ple, _, sync = ple.partition("-")
     flags = [*COMMON_ARGS, *args.arg, *GRAPH_ARGS[graph], "--ple-offload-embedding", f"--ple-offload-backend={ple}"]
     if reader:
         flags.append(f"--ple-offload-reader={reader}")
+    if sync:
+        flags.append(f"--ple-offload-graph-sync={sync}")
     if ple == "nvme" and args.table:
         flags.append(f"--ple-offload-dir={args.table}")
     return flags
@@ -307,7 +319,8 @@ def run_wave(args: argparse.Namespace, cells: list[tuple[str, str, str | None]])
 
     def timed(seat: Seat) -> None:
         assert seat.server
-        seat.record |= time_speeds(seat.server, args, files, seat.cell[1])
+        if not args.answers_only:
+            seat.record |= time_speeds(seat.server, args, files, seat.cell[1])
 
     wave = seats(cells, args.gpus)
     run(wave, boot, answer, timed, quiet=Quiet(args.quiet_lock or args.out / "quiet.lock"), failed=failure)
