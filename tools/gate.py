@@ -2,24 +2,26 @@
 """The per-patch gate: serve every prefix of the series, judge each patch against its neighbour.
 
 For each chosen prefix k: a tree of its own with the first k patches, a real server, an oracle recording, a short
-bench, memory and boot time. The recording is compared with the last prefix that served. OUT keeps one JSON a
-prefix and the raw recordings; a second call goes on where the first stopped. Read docs/GATE.md.
+bench, memory and boot time. The recording is compared with the last prefix that served. With --jobs, servers boot
+and are recorded side by side; each is timed alone. OUT keeps one JSON a prefix and the raw recordings; a second call
+goes on where the first stopped. Read docs/GATE.md.
 
 Exit codes: 0 every patch is EQUIVALENT (or fails as declared with --fails-with), 1 a patch is DIFFERENT or broke
 serving, 2 usage, 3 inconclusive, partial, or nothing compared, 4 environment fault (a server that is killed, or not
-up in time, leaves no record), 130 interrupted.
+up in time, leaves no record), 130 interrupted (Ctrl-C, SIGTERM or SIGHUP; every server is ended first).
 """
 
 from __future__ import annotations
 
 import argparse
 import shlex
+import signal
 import sys
 from pathlib import Path
 
 from q4kit import exit_codes
 from q4kit.errors import Q4Error, UsageError
-from q4kit.gate import commands
+from q4kit.gate import commands, gpu
 from q4kit.gate.plan import Config, choose_prefixes, parse_arguments, parse_expectation
 from q4kit.report import dump_json
 from q4kit.series import Series, load
@@ -54,9 +56,15 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--plant-at", type=int, metavar="K", help="from this prefix on (the last)")
     parser.add_argument("--serves-from", type=int, metavar="K", help="prefixes below K must fail, from K on serve")
     parser.add_argument("--fails-with", metavar="REGEX", help="what they must fail with")
-    parser.add_argument("--ballast-free-gib", type=float, metavar="GIB", help="leave only so much GPU memory free")
+    parser.add_argument("--ballast-free-gib", type=float, metavar="GIB", help="leave so much memory free on each GPU")
+    parser.add_argument(
+        "--jobs", type=int, default=1, metavar="N", help="servers that boot and are recorded side by side: a wave (1)"
+    )
+    parser.add_argument(
+        "--gpus", metavar="G,G,...", help="GPUs that a wave is spread over (those of CUDA_VISIBLE_DEVICES, else 0)"
+    )
     parser.add_argument("--timeout", type=float, default=400.0, metavar="S", help="until a server is healthy (400)")
-    parser.add_argument("--budget", type=float, metavar="S", help="start no server that would end after S seconds")
+    parser.add_argument("--budget", type=float, metavar="S", help="start no wave that would end after S seconds")
     parser.add_argument("--retry-failed", action="store_true", help="measure prefixes that did not serve again")
     parser.add_argument("--table-only", action="store_true", help="judge what is there, start nothing")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
@@ -71,6 +79,8 @@ def config_of(args: argparse.Namespace, series: Series) -> Config:
     floor = (0 if args.short else 1) if args.floor is None else args.floor
     if floor < 0:
         raise UsageError(f"--floor {floor}: must be 0 or more", remedy="2 is enough, 4 are advised on a GPU")
+    if args.gpus is not None and args.device != "cuda":
+        raise UsageError("--gpus needs --device cuda", remedy="leave it out: nothing is served on a GPU")
     return Config(
         model=args.model.resolve(),
         python=args.python,
@@ -85,12 +95,17 @@ def config_of(args: argparse.Namespace, series: Series) -> Config:
         tolerance=args.tolerance,
         timeout_s=args.timeout,
         budget_s=args.budget,
+        jobs=args.jobs,
+        gpus=gpu.chosen(args.gpus) if args.device == "cuda" else (),
     )
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the gate; return the exit code."""
     args = build_parser().parse_args(argv)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup means it
+            signal.signal(number, signal.default_int_handler)
     try:
         series = load()
         result = commands.run(

@@ -7,6 +7,7 @@ what is free; end of file on stdin ends the process, so it never outlives its ow
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from types import TracebackType
@@ -22,19 +23,24 @@ TOLERANCE_GIB = 0.6
 
 
 class Ballast:
-    """The holding process. Use as a context manager."""
+    """The holding process of one GPU, named as in CUDA_VISIBLE_DEVICES. Use as a context manager."""
 
-    def __init__(self, python: str, free_gib: float) -> None:
+    def __init__(self, python: str, free_gib: float, gpu: str) -> None:
         if free_gib <= 0:
             raise UsageError(f"--ballast-free-gib {free_gib}: must be above 0", remedy="for example 24")
-        self.free_gib = free_gib
+        self.free_gib, self.gpu = free_gib, gpu
         self.report: dict[str, Any] = {}
         self._command = [python, "-m", "q4kit.gate.ballast", str(free_gib)]
         self._process: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> Self:
         self._process = subprocess.Popen(
-            self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            self._command,
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": self.gpu},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
@@ -44,7 +50,7 @@ class Ballast:
             _, said = self._process.communicate(timeout=_START_TIMEOUT_S)
             self._process = None
             raise EnvironmentFault(
-                f"the GPU ballast did not start: {said.strip()[-400:] or 'no output'}",
+                f"the ballast of GPU {self.gpu} did not start: {said.strip()[-400:] or 'no output'}",
                 remedy="--ballast-free-gib needs torch with CUDA and a GPU",
             ) from None
         check_held(self.report, self.free_gib, self.__exit__)

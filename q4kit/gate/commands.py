@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,8 @@ def run(
         raise UsageError(f"{config.model} holds no config.json", remedy="make one with tools/make_tiny_model.py")
     if config.free_gib is not None and config.device != "cuda":
         raise UsageError("--ballast-free-gib needs --device cuda", remedy="leave it out: a CPU has no GPU memory")
+    if config.jobs < 1:
+        raise UsageError(f"--jobs {config.jobs}: must be 1 or more", remedy="start with the number of cores / 8")
     store = Store(folder.resolve())
     facts: dict[str, Any] = {}
     with store.locked():
@@ -65,16 +68,25 @@ def run(
             if not table_only:
                 with contextlib.ExitStack() as stack:
                     if config.free_gib is not None:
-                        held = stack.enter_context(Ballast(config.python, config.free_gib)).report
-                        facts["GPU ballast"] = f"{held['held_gib']:.1f} GiB held, {held['free_gib']:.1f} GiB free"
+                        facts["GPU ballast"] = _ballasts(stack, config, config.free_gib)
                     ran = Gate(config, series, store, progress).run(retry_failed=retry_failed)
                 if ran.complete:
-                    trees.remove_tree(store.tree, series, config.python)
+                    for tree in store.trees():
+                        trees.remove_tree(tree, series, config.python)
         finally:
             result = judged(config, series, store, facts)
             write_atomic(store.folder / "table.md", result.report.markdown().encode())
             write_json(store.folder / "table.json", result.report.to_json())
     return result
+
+
+def _ballasts(stack: contextlib.ExitStack, config: Config, free_gib: float) -> str:
+    """Hold memory on every GPU until the stack ends; return what the report says of it."""
+    held = [Ballast(config.python, free_gib, gpu) for gpu in config.gpus]
+    with ThreadPoolExecutor(len(held)) as pool:  # each loads torch
+        list(pool.map(stack.enter_context, held))
+    said = (f"GPU {b.gpu}: {b.report['held_gib']:.1f} GiB held, {b.report['free_gib']:.1f} GiB free" for b in held)
+    return "; ".join(said)
 
 
 def judged(config: Config, series: Series, store: Store, facts: dict[str, Any]) -> Result:

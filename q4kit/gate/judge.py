@@ -114,7 +114,7 @@ def _served(
 def conclusion(rows: Sequence[Row]) -> tuple[str, str, int]:
     """Return verdict, evidence and exit code of a whole run.
 
-    1 with any negative row; 3 when something is missing or inconclusive, or nothing was compared; else 0.
+    1 with any negative row; 3 when something is missing, not timed or inconclusive, or nothing was compared; else 0.
     """
     negative = [row for row in rows if row.verdict in NEGATIVE]
     if negative:
@@ -123,6 +123,9 @@ def conclusion(rows: Sequence[Row]) -> tuple[str, str, int]:
     counts = {verdict: sum(row.verdict is verdict for row in rows) for verdict in Verdict}
     if counts[Verdict.MISSING]:
         return "PARTIAL", f"{counts[Verdict.MISSING]} prefixes are not measured", exit_codes.INCONCLUSIVE
+    untimed = sorted({row.prefix for row in rows if row.record is not None and not row.record.timed})
+    if untimed:
+        return "PARTIAL", f"{len(untimed)} prefixes are not timed", exit_codes.INCONCLUSIVE
     open_rows = [row for row in rows if row.verdict is Verdict.INCONCLUSIVE]
     if open_rows:
         return (

@@ -56,7 +56,9 @@ class Config:
         server_args: the user's, on top of (and instead of equal) defaults.
         floor_runs: restarts of the first served prefix that are recorded beside it, for the floor.
         free_gib: GPU memory that a ballast leaves free, GiB; None for no ballast.
-        budget_s: stop before a prefix that would probably not be done by then, seconds; None for no limit.
+        budget_s: stop before a wave that would probably not be done by then, seconds; None for no limit.
+        jobs: servers that boot and are recorded side by side: a wave.
+        gpus: the GPUs that a wave is dealt to, as CUDA_VISIBLE_DEVICES names them; empty on CPU.
     """
 
     model: Path
@@ -72,6 +74,8 @@ class Config:
     tolerance: float | None = None
     timeout_s: float = 400.0
     budget_s: float | None = None
+    jobs: int = 1
+    gpus: tuple[str, ...] = ()
 
     @property
     def oracle(self) -> Options:
@@ -90,6 +94,19 @@ class Config:
         named = {flag for flag, _ in parse_arguments(self.server_args)}
         defaults = COMMON_ARGS + (CUDA_ARGS if self.device == "cuda" else ())
         return [arg for arg in defaults if arg.split("=", 1)[0] not in named] + list(self.server_args)
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One server of a run: a prefix, or with `restart` from 1 on that prefix once more, for the floor."""
+
+    prefix: int
+    restart: int = 0
+
+    @property
+    def name(self) -> str:
+        """Return the name of its log."""
+        return f"floor-{self.restart}" if self.restart else f"prefix-{self.prefix:04d}"
 
 
 def choose_prefixes(length: int, listed: str | None, first: int | None, last: int | None) -> tuple[int, ...]:

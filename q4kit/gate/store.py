@@ -29,10 +29,14 @@ class Record:
         tree: git tree id of the touched files, which is what was served; commit messages are not part of it.
         planted: sha256 of the planted patch, empty without one.
         outcome: served, failed (with `stage` and `reason`), or argument (an argument comes with a later patch).
-        speed: per context: prompt tokens, mean prefill and decode rate in tokens per second, samples of each.
+        speed: per context: prompt tokens, mean prefill and decode rate in tokens per second, samples of each. Empty
+            for a served prefix whose recording was made but whose time was up.
         rss_gib: sum of the server processes' resident memory when the measurements were done.
         peak_rss_gib: sum of each process's own peak: an upper bound on the peak of the sum.
-        gpu_gib: GPU memory taken between just before the start and the end of the measurements.
+        gpu_gib: GPU memory that its end gave back, with every other server of its wave paused.
+        gpu: the GPU that it was on, empty on CPU.
+        sharing: servers of its wave that were on that GPU (on CPU: that were in its wave), itself included.
+        seconds: from the start of its wave to this record.
     """
 
     prefix: int
@@ -46,8 +50,15 @@ class Record:
     peak_rss_gib: float | None = None
     gpu_gib: float | None = None
     speed: tuple[dict[str, Any], ...] = ()
+    gpu: str = ""
+    sharing: int = 1
     seconds: float = 0.0
     time: str = ""
+
+    @property
+    def timed(self) -> bool:
+        """Whether nothing is left to measure."""
+        return self.outcome != "served" or bool(self.speed)
 
     def to_json(self) -> dict[str, Any]:
         return {"schema": SCHEMA, **asdict(self), "speed": list(self.speed)}
@@ -107,10 +118,13 @@ class Store:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    @property
-    def tree(self) -> Path:
-        """The work tree of the run; not a result."""
-        return self.folder / "tree"
+    def tree(self, number: int) -> Path:
+        """Return the work tree of the n-th server of a wave, from 0; not a result."""
+        return self.folder / (f"tree-{number + 1}" if number else "tree")
+
+    def trees(self) -> list[Path]:
+        """Return the work trees that are there, with what may be left of one."""
+        return sorted({path.with_suffix("") for path in self.folder.glob("tree*.made-here")})
 
     def log(self, name: str) -> Path:
         """Return the path of a server log: `prefix-0007`, `floor-1`."""

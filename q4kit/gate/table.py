@@ -13,7 +13,7 @@ from q4kit.series import Series
 
 COLUMNS = (
     "prefix", "patch", "oracle", "against", "max |change|", "decode tok/s", "prefill tok/s", "boot s", "RSS GiB",
-    "peak GiB", "GPU GiB",
+    "peak GiB", "GPU GiB", "on GPU",
 )  # fmt: skip
 
 
@@ -31,7 +31,10 @@ def report(config: Config, series: Series, rows: Sequence[Row], floor: Floor | N
         notes=[
             f"Speeds: mean of {config.bench.repeats} requests one at a time, {context} prompt tokens, "
             f"{config.bench.tokens} generated.",
+            "Each prefix is compared with the one before it in this table that served (column against).",
             "RSS: sum over the server's processes; peak: sum of each one's own peak, an upper bound.",
+            "GPU GiB: given back when it ended. On GPU: how many servers, itself included, shared the GPU and the "
+            "memory left free on it; all but the one that is timed are paused.",
         ],
     )
     shown: set[int] = set()
@@ -83,6 +86,7 @@ def _cells(series: Series, row: Row, context: int, whole: bool) -> list[Any]:
         record.rss_gib and round(record.rss_gib, 2),
         record.peak_rss_gib and round(record.peak_rss_gib, 2),
         record.gpu_gib if record.gpu_gib is None else round(record.gpu_gib, 2),
+        record.sharing if record.gpu else None,
     ]
 
 

@@ -1,7 +1,8 @@
-"""A tree of its own, moved from prefix to prefix: no installed package is ever touched."""
+"""Trees of the gate's own, moved from prefix to prefix: no installed package is ever touched."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -20,11 +21,14 @@ _WARM_IMPORT = "import sglang.launch_server, sglang.srt.entrypoints.http_server,
 _WARM_TIMEOUT_S = 300.0
 
 
-def open_tree(folder: Path, series: Series, python: str, env: dict[str, str], progress: Progress) -> Path:
+def open_tree(
+    folder: Path, series: Series, python: str, env: dict[str, str], progress: Progress, *, like: Path | None = None
+) -> Path:
     """Return a work tree of the pin at `folder`, made on first use, and again when it was changed since.
 
-    Its modules are imported once, untimed, so that the first prefix does not pay for compiling them. A folder that is
-    there and was not made here raises UsageError and is left alone.
+    Its modules are imported once, untimed, so that the first prefix does not pay for compiling them. With `like`,
+    another tree of `open_tree`, it shares that one's files, compiled ones too, as hard links: git and Python replace
+    files and never write into them. A folder that is there and was not made here raises UsageError and is left alone.
     """
     if folder.exists() and not _marker(folder).exists():
         raise UsageError(
@@ -40,18 +44,37 @@ def open_tree(folder: Path, series: Series, python: str, env: dict[str, str], pr
     git.run(["worktree", "prune"], repo)
     folder.parent.mkdir(parents=True, exist_ok=True)
     _marker(folder).touch()  # first, so that what a kill leaves behind is known as ours
-    progress("making the tree")
-    git.run(["worktree", "add", "-q", "-f", "--detach", folder, BASE_REF], repo)
-    base.add_extensions(repo, folder)
+    progress(f"making {folder.name}")
+    if like is None:
+        git.run(["worktree", "add", "-q", "-f", "--detach", folder, BASE_REF], repo)
+        base.add_extensions(repo, folder)
+        _compile(folder, python, env, progress)
+    else:
+        worktree.apply(like, series=series, to=0)
+        git.run(["worktree", "add", "-q", "-f", "--no-checkout", "--detach", folder, BASE_REF], repo)
+        shutil.copytree(like / PREFIX, folder / PREFIX, symlinks=True, copy_function=_link)
+        git.run(["reset", "-q"], folder)
+    return folder
+
+
+def _compile(tree: Path, python: str, env: dict[str, str], progress: Progress) -> None:
     progress("importing it once, so that boot times do not hold its compilation")
-    path = {**env, "PYTHONPATH": str(folder / PREFIX)}
+    path = {**env, "PYTHONPATH": os.pathsep.join(filter(None, [str(tree / PREFIX), env.get("PYTHONPATH")]))}
     try:
         subprocess.run(
             [python, "-c", _WARM_IMPORT], env=path, capture_output=True, timeout=_WARM_TIMEOUT_S, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise EnvironmentFault(f"{python}: {error}", remedy="name an interpreter that has SGLang's packages") from error
-    return folder
+
+
+def _link(source: str, target: str) -> str:
+    """Link a file, or copy it where the file system has no links."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+    return target
 
 
 def remove_tree(folder: Path, series: Series, python: str) -> None:

@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -56,9 +57,11 @@ _PORT_TAKEN = re.compile(
     r"address already in use|EADDRINUSE|port \d+ is (?:already in use|not available|occupied)", re.IGNORECASE
 )
 _running: weakref.WeakSet[ServerProcess] = weakref.WeakSet()
+_ports_given: set[int] = set()
+_ports_lock = threading.Lock()
 
 
-class _PortTakenError(ServerError):
+class PortTakenError(ServerError):
     """Somebody else has the port; another one may work."""
 
 
@@ -110,10 +113,21 @@ class ServerProcess:
             self._process.wait(timeout=grace_s)
         return self.returncode
 
+    def pause(self) -> None:
+        """Take the CPU from the whole process group (SIGSTOP); it keeps its memory. Idempotent."""
+        if self._process.poll() is None:
+            _signal_group(self.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let a paused process group run again. Idempotent."""
+        if self._process.poll() is None:
+            _signal_group(self.pid, signal.SIGCONT)
+
     def stop(self) -> None:
         """End the whole process group: SIGTERM, then SIGKILL for what is left after 10 s. Idempotent."""
         _running.discard(self)
         _signal_group(self.pid, signal.SIGTERM)
+        _signal_group(self.pid, signal.SIGCONT)  # a group that was paused acts on the SIGTERM only now
         if not self._wait_for_group(_TERM_GRACE_S):
             _signal_group(self.pid, signal.SIGKILL)
             self._wait_for_group(_KILL_GRACE_S)
@@ -183,7 +197,7 @@ def launch(
             return server
         except BaseException as error:
             server.stop()
-            if not isinstance(error, _PortTakenError) or attempt == attempts:
+            if not isinstance(error, PortTakenError) or attempt == attempts:
                 raise
     raise AssertionError("unreachable: the last attempt returns or raises")
 
@@ -267,11 +281,18 @@ def flag_value(flag: str, arguments: Sequence[str]) -> str | None:
 
 
 def _free_port() -> int:
-    """Return a loopback port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """Return a loopback port that was free a moment ago, and that no other server of this process was given.
+
+    Two servers of one model that start at the same time could otherwise be taken for each other.
+    """
+    while True:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port: int = probe.getsockname()[1]
+        with _ports_lock:
+            if port not in _ports_given:
+                _ports_given.add(port)
+                return port
 
 
 def _spawn(command: Sequence[str], environment: Mapping[str, str], port: int, log: Path) -> ServerProcess:
@@ -318,7 +339,7 @@ def _wait_healthy(
 
 def _failure(server: ServerProcess, what: str, port_taken: bool = False) -> ServerError:
     """Return the error to raise, with the end of the log."""
-    kind = _PortTakenError if port_taken or _PORT_TAKEN.search(_read(server.log_path)) else ServerError
+    kind = PortTakenError if port_taken or _PORT_TAKEN.search(_read(server.log_path)) else ServerError
     shown = " ".join(server.command)
     if server.api_key:
         shown = shown.replace(server.api_key, "KEY")

@@ -63,6 +63,9 @@ def test_a_record_of_other_code_does_not_count(tool: ModuleType, model: Path, tm
         (["--serves-from", "3"], "belong together"),
         (["--floor", "-1"], "must be 0 or more"),
         (["--ballast-free-gib", "24"], "needs --device cuda"),
+        (["--gpus", "0,1"], "--gpus needs --device cuda"),
+        (["--device", "cuda", "--gpus", "0,0"], "expected different GPUs"),
+        (["--jobs", "0"], "--jobs 0: must be 1 or more"),
         (["--plant", "nowhere.patch"], "nowhere.patch"),
     ],
 )

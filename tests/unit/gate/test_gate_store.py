@@ -13,7 +13,7 @@ from q4kit.gate import ballast, commands, table
 from q4kit.gate.failures import last_error
 from q4kit.gate.judge import judge_all
 from q4kit.gate.plan import Config
-from q4kit.gate.run import peak_rss
+from q4kit.gate.probe import peak_rss
 from q4kit.gate.store import Store
 from q4kit.oracle import recording as recordings
 

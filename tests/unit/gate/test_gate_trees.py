@@ -6,6 +6,7 @@ import hashlib
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,6 +14,7 @@ from q4kit import series as series_package
 from q4kit.errors import UsageError
 from q4kit.gate import trees
 from q4kit.gate.plan import Plant
+from q4kit.gate.store import Store
 
 FILE = "python/sglang/a.py"
 PLANT = f"""\
@@ -94,8 +96,15 @@ def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return repo
 
 
-def opened(folder: Path) -> Path:
-    return trees.open_tree(folder, series_package.load(), sys.executable, {}, lambda _: None)
+@pytest.fixture
+def at_base(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave moving a tree between prefixes out: it is the series' own business."""
+    monkeypatch.setattr(trees.worktree, "apply", lambda *_, **__: None)
+    monkeypatch.setattr(trees, "series_status", lambda *_, **__: SimpleNamespace(state="clean"))
+
+
+def opened(folder: Path, like: Path | None = None) -> Path:
+    return trees.open_tree(folder, series_package.load(), sys.executable, {}, lambda _: None, like=like)
 
 
 def test_a_folder_of_somebody_else_is_refused_and_left_alone(tmp_path: Path, cached: Path) -> None:
@@ -123,4 +132,36 @@ def test_a_tree_made_here_is_made_again_and_removed(tmp_path: Path, cached: Path
     assert opened(folder) == folder  # changed since it was made
     assert not (folder / "half").exists()
     trees.remove_tree(folder, series_package.load(), sys.executable)
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_a_second_tree_shares_the_files_of_the_first_and_moves_by_itself(
+    tmp_path: Path, cached: Path, at_base: None
+) -> None:
+    (cached / FILE).parent.mkdir(parents=True)
+    (cached / FILE).write_text("def f(x):\n    return x * 2\n")
+    for command in (["add", "-A"], ["commit", "-q", "-m", "pin"], ["update-ref", trees.BASE_REF, "HEAD"]):
+        subprocess.run(["git", "-C", str(cached), "-c", "user.name=a", "-c", "user.email=a@b.c", *command], check=True)
+    first = opened(tmp_path / "out" / "tree")
+    compiled = Path("python/sglang/__pycache__/a.cpython-311.pyc")
+    (first / compiled).parent.mkdir()
+    (first / compiled).write_bytes(b"compiled")
+    (cached / ".git" / "info").mkdir(exist_ok=True)
+    (cached / ".git" / "info" / "exclude").write_text("__pycache__/\n")
+
+    second = opened(tmp_path / "out" / "tree-2", like=first)
+    for name in (FILE, compiled):
+        assert (second / name).samefile(first / name)
+    with trees.at_prefix(second, series_package.load(), 2, plant(tmp_path)) as path:
+        assert path == second / "python"
+        assert "return x\n" in (second / FILE).read_text()
+        assert not (second / compiled).exists()
+        assert "return x * 2\n" in (first / FILE).read_text()
+        assert (first / compiled).read_bytes() == b"compiled"
+    assert opened(second, like=first) == second  # not made again: git finds it unchanged
+
+    store = Store(tmp_path / "out")
+    assert [store.tree(0), store.tree(1)] == store.trees() == [first, second]
+    for tree in store.trees():
+        trees.remove_tree(tree, series_package.load(), sys.executable)
     assert list((tmp_path / "out").iterdir()) == []
