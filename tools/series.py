@@ -181,9 +181,11 @@ def parser() -> argparse.ArgumentParser:
     def python(made: argparse.ArgumentParser, text: str) -> None:
         made.add_argument("--python", default=sys.executable, metavar="PY", help=text)
 
-    made = command("fetch", cmd_fetch, "make a git work tree of the pin from the wheel, or from a clone at the tag")
+    made = command("fetch", cmd_fetch, "make a git work tree of the pin from the wheel, a clone or a package")
     made.add_argument("dest", nargs="?", type=Path, metavar="DEST", help="folder to make (default: in the cache)")
-    made.add_argument("--from", dest="source", type=Path, metavar="CLONE", help="a clone at the tag, shallow or not")
+    made.add_argument(
+        "--from", dest="source", type=Path, metavar="SOURCE", help="a clone at the tag, or an unpatched package"
+    )
     python(made, "interpreter whose compiled extensions to put in (default: this one)")
 
     for name, run, text in (

@@ -51,8 +51,9 @@ def fetch(
 ) -> Path:
     """Return ``dest``, a git work tree of the pin with ``python/sglang/...``, ready for ``git am``.
 
-    From the pinned wheel, or from ``source``, a clone at the tag (a shallow one will do). The compiled extensions
-    of ``python`` lie in the tree but not in git. Raises when the result is not the pin; ``dest`` is then not created.
+    From the pinned wheel, or from ``source``: a clone at the tag (a shallow one will do), or the package's own folder
+    as installed from a wheel for ``python``, without patches. The compiled extensions of ``python`` lie in the tree but
+    not in git. Raises when the result is not the pin; ``dest`` is then not created.
     """
     dest = Path(os.path.abspath(dest))
     if dest.exists() and any(dest.iterdir()):
@@ -64,6 +65,8 @@ def fetch(
         work.mkdir()
         if source is None:
             _from_wheel(series.base, work, cache or wheel.cache_dir(), python, progress)
+        elif (source / "__init__.py").is_file():
+            _from_package(series.base, work, source, progress)
         else:
             _from_clone(series.base, work, source, progress)
         if dest.exists():
@@ -82,6 +85,18 @@ def _from_wheel(base: Base, work: Path, cache: Path, python: str | Path, progres
         raise EnvironmentFault(
             f"the unpacked wheel gives commit {commit}, tree {tree}, expected {base.commit}, {base.tree}",
             remedy="the wheel has its recorded sha256: if the pin was just changed, record these two ids in [base]",
+        )
+
+
+def _from_package(base: Base, work: Path, source: Path, progress: Progress) -> None:
+    progress(f"copying the package at {source}")
+    shutil.copytree(source, work / PREFIX / base.package, ignore=shutil.ignore_patterns("__pycache__"))
+    commit = commit_base(work, base.package, base.version)
+    if commit != base.commit:
+        mismatch = wrong_base(base, git.entries(work, commit, sorted(base.files)))
+        raise UsageError(
+            f"{source}: {mismatch or f'gives commit {commit}, expected {base.commit}'}",
+            remedy=f"name the folder of {base.package} {base.version} as its wheel holds it: unpatched, nothing added",
         )
 
 

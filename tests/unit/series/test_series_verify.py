@@ -223,6 +223,27 @@ def test_fetch_from_a_clone_elsewhere_is_refused(world: World, tmp_path: Path) -
     assert not (tmp_path / "tree").exists()
 
 
+def test_fetch_from_an_installed_package_is_the_same_commit(world: World, tmp_path: Path) -> None:
+    package = world.environment("venv").site / PACKAGE
+    (package / "sub" / "fast.cpython-311-x86_64-linux-gnu.so").write_text("elf")
+    tree = base.fetch(world.series, tmp_path / "tree", source=package)
+    assert git.out(["rev-parse", "HEAD"], tree) == world.series.base.commit
+    assert (tree / "python" / PACKAGE / "sub" / "fast.cpython-311-x86_64-linux-gnu.so").read_text() == "elf"
+    assert not list(tree.rglob("__pycache__"))
+
+
+@pytest.mark.parametrize(
+    ("file", "message"), [("alpha.py", r"alpha\.py: blob .* expected blob"), ("mine.py", "commit")]
+)
+def test_fetch_from_a_changed_package_is_refused(world: World, tmp_path: Path, file: str, message: str) -> None:
+    package = world.environment("venv").site / PACKAGE
+    (package / file).write_text("x = 1\n")
+    with pytest.raises(UsageError, match=message) as caught:
+        base.fetch(world.series, tmp_path / "tree", source=package)
+    assert "unpatched" in caught.value.remedy
+    assert not (tmp_path / "tree").exists()
+
+
 def test_wheel_with_another_hash_is_not_used(world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     folder = world.cache / "wheels" / VERSION / wheel.python_tag()
     (kept,) = folder.iterdir()
