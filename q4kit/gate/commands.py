@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,6 +55,7 @@ def run(
     table_only: bool = False,
 ) -> Result:
     """Measure what `folder` does not hold yet, judge all of it, and write `table.md` and `table.json` there."""
+    began = time.monotonic()
     if not (config.model / "config.json").is_file():
         raise UsageError(f"{config.model} holds no config.json", remedy="make one with tools/make_tiny_model.py")
     if config.free_gib is not None and config.device != "cuda":
@@ -69,7 +71,8 @@ def run(
                 with contextlib.ExitStack() as stack:
                     if config.free_gib is not None:
                         facts["GPU ballast"] = _ballasts(stack, config, config.free_gib)
-                    ran = Gate(config, series, store, progress).run(retry_failed=retry_failed)
+                    gate = Gate(config, series, store, progress, began=began)
+                    ran = gate.run(retry_failed=retry_failed)
                 if ran.complete:
                     for tree in store.trees():
                         trees.remove_tree(tree, series, config.python)

@@ -75,9 +75,11 @@ class Gate:
         progress: Progress,
         *,
         clock: Callable[[], float] = time.monotonic,
+        began: float | None = None,
     ) -> None:
+        """`began` is what `clock` said when the budget began; now, without it."""
         self.config, self.series, self.store, self.progress, self._clock = config, series, store, progress, clock
-        self._began = clock()
+        self._began = clock() if began is None else began
         self._longest = self._slowest = 0.0
         self._todo: list[int] = []
 
