@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import signal
+import time
 from pathlib import Path
 from types import ModuleType
 
@@ -85,3 +88,32 @@ def test_wrong_usage_is_refused(
 
 def test_a_model_that_is_none_is_refused(tool: ModuleType, tmp_path: Path) -> None:
     assert tool.main([str(tmp_path / "out"), "--model", str(tmp_path)]) == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_the_run_in_order(
+    tool: ModuleType,
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    number: signal.Signals,
+) -> None:
+    ended = []
+
+    def run(*_: object, **__: object) -> None:
+        try:
+            os.kill(os.getpid(), number)
+            time.sleep(5)
+        finally:
+            ended.append(number)  # where servers are stopped
+
+    monkeypatch.setattr(tool.commands, "run", run)
+    before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        assert tool.main([str(tmp_path / "out"), "--model", str(model)]) == 130
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+    assert ended == [number]
+    assert "interrupted" in capsys.readouterr().err
