@@ -2,10 +2,11 @@
 """The published table's geometry on a small disk: 320,001,536 rows of 160 bytes, 51.2 GB, as a sparse flat file.
 
 A tiny checkpoint is made whose configuration declares the full table and whose shards are left out; the server reads
-the flat file (``--ple-offload-dir``). Two servers: one over a table of holes (zeros), one over a table in which the
-rows of one prompt are planted, only those past the first 4 GiB. Checked: both serve with memory far below the table's
-size; the planted prompt's logprobs move, another prompt's do not (bit for bit where the server repeats itself, else
-within twice its own difference between two runs).
+the flat file (``--ple-offload-dir``). Three servers: two over a table of holes (zeros), one over a table in which the
+rows of one prompt are planted, only those past the first 4 GiB. Checked: all serve with memory far below the table's
+size; the planted prompt's logprobs move, another prompt's do not: bit for bit where servers repeat themselves and each
+other, else within twice the floor, the largest difference between two runs of one server and between the two alike (on
+a GPU each process tunes its kernels for itself).
 
 ``python tests/gpu/full_table.py FOLDER`` makes model and tables in FOLDER (a few MB) and serves; one JSON line a case,
 exit 1 if one does not hold, 4 for a server or environment fault. ``--table-only ROW_FOLDER`` writes just a table of
@@ -157,11 +158,12 @@ def far_rows(ids: np.ndarray, seed: int = 0) -> dict[int, bytes]:
     return rows
 
 
-def judge(holes: dict[str, Any], planted: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the cases of two servers' records."""
+def judge(holes: dict[str, Any], again: dict[str, Any], planted: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the cases of three servers' records; `again` is of the same table as `holes`."""
     cases = []
     for prompt, moves in (("planted", True), ("other", False)):
-        floor = max(worst([record[prompt][0]], [record[prompt][1]])[0] for record in (holes, planted))
+        alike = [record[prompt] for record in (holes, again, planted)] + [(holes[prompt][0], again[prompt][0])]
+        floor = max(worst([one], [other])[0] for one, other in alike)
         moved = worst([holes[prompt][0]], [planted[prompt][0]])[0]
         cases.append(
             {
@@ -171,7 +173,7 @@ def judge(holes: dict[str, Any], planted: dict[str, Any]) -> list[dict[str, Any]
                 "ok": (moved > 2 * floor) is moves,
             }
         )
-    for name, record in (("holes", holes), ("planted", planted)):
+    for name, record in (("holes", holes), ("again", again), ("planted", planted)):
         finite = bool(np.isfinite([p for answers in (record["planted"], record["other"]) for a in answers
                                    for p in (*a["prompt"], *a["output"])]).all())  # fmt: skip
         cases.append(
@@ -214,7 +216,7 @@ def serve(args: argparse.Namespace, model: Path, tables: dict[str, Path], prompt
         ) as server:  # fmt: skip
             return measure(server, prompts)
 
-    with ThreadPoolExecutor(2 if args.device == "cuda" else 1) as pool:
+    with ThreadPoolExecutor(len(tables) if args.device == "cuda" else 1) as pool:
         return dict(zip(tables, pool.map(one, tables), strict=True))
 
 
@@ -249,7 +251,7 @@ def main(argv: list[str] | None = None) -> int:
         rng = random.Random(5)
         prompts = {name: [rng.randrange(3, 500) for _ in range(40)] for name in ("planted", "other")}
         rows = far_rows(row_ids(model, prompts["planted"]))
-        tables = {"holes": args.folder / "holes", "planted": args.folder / "rows"}
+        tables = {"holes": args.folder / "holes", "again": args.folder / "holes", "planted": args.folder / "rows"}
         write_sparse_table(tables["holes"], {})
         write_sparse_table(tables["planted"], rows)
         results = judge(**serve(args, model, tables, prompts))

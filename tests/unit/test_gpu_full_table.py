@@ -148,16 +148,19 @@ def record(planted: float, other: float, noise: float = 0.0, rss: float = 3000.0
 
 
 @pytest.mark.parametrize(
-    ("holes", "rows", "bad"),
+    ("holes", "again", "rows", "bad"),
     [
-        (record(-1, -2), record(-1.5, -2), []),
-        (record(-1, -2), record(-1, -2), ["planted prompt"]),
-        (record(-1, -2), record(-1.5, -2.1), ["other prompt"]),
-        (record(-1, -2, 0.05), record(-1.5, -2.08, 0.05), []),
-        (record(-1, -2, 0.05), record(-1.08, -2, 0.05), ["planted prompt"]),
-        (record(-1, -2), record(-1.5, -2, rss=20_000), ["planted server"]),
-        (record(float("nan"), -2), record(-1.5, -2), ["planted prompt", "holes server"]),
+        (record(-1, -2), record(-1, -2), record(-1.5, -2), []),
+        (record(-1, -2), record(-1, -2), record(-1, -2), ["planted prompt"]),
+        (record(-1, -2), record(-1, -2), record(-1.5, -2.1), ["other prompt"]),
+        (record(-1, -2, 0.05), record(-1, -2), record(-1.5, -2.08, 0.05), []),
+        (record(-1, -2, 0.05), record(-1, -2), record(-1.08, -2, 0.05), ["planted prompt"]),
+        (record(-1, -2), record(-1, -2.05), record(-1.5, -2.08), []),
+        (record(-1, -2), record(-1, -2.05), record(-1.5, -2.12), ["other prompt"]),
+        (record(-1, -2), record(-1.3, -2), record(-1.5, -2), ["planted prompt"]),
+        (record(-1, -2), record(-1, -2), record(-1.5, -2, rss=20_000), ["planted server"]),
+        (record(float("nan"), -2), record(-1, -2), record(-1.5, -2), ["planted prompt", "holes server"]),
     ],
 )
-def test_judge(holes: dict[str, Any], rows: dict[str, Any], bad: list[str]) -> None:
-    assert [case["case"] for case in judge(holes, rows) if not case["ok"]] == bad
+def test_judge(holes: dict[str, Any], again: dict[str, Any], rows: dict[str, Any], bad: list[str]) -> None:
+    assert [case["case"] for case in judge(holes, again, rows) if not case["ok"]] == bad
