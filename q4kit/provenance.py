@@ -121,7 +121,7 @@ def collect(client: Client | None, *, root: Path | None = None, tool: str = "") 
     block: dict[str, Any] = {
         "schema": SCHEMA,
         "tool": {"name": tool, **_repo_state(root or Path(__file__).resolve().parent.parent)},
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
         "machine": _machine(),
     }
     if client is None:
@@ -329,11 +329,12 @@ def _server_env(process: psutil.Process | str) -> dict[str, str] | str:
 
 
 def _started(process: psutil.Process | str) -> str:
-    """Return when the server's process began, which tells a restart from a repeat."""
+    """Return when the server's process began and its id: they tell a restart from a repeat, also side by side."""
     if isinstance(process, str):
         return process
     try:
-        return datetime.fromtimestamp(process.create_time(), UTC).isoformat(timespec="milliseconds")
+        began = datetime.fromtimestamp(process.create_time(), UTC).isoformat(timespec="milliseconds")
+        return f"{began}, process {process.pid}"
     except psutil.Error as error:
         return f"{UNKNOWN}{error}"
 

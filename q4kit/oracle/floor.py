@@ -107,7 +107,12 @@ def build(recordings: Sequence[Recording], *, vary: Iterable[str] = ()) -> Floor
 
 
 def _matters(difference: provenance.Difference) -> bool:
-    """Return whether a difference is one of configuration, not of something nobody could find out."""
+    """Return whether a difference is one of configuration, not of something nobody could find out.
+
+    Nor is it which card of a host served: what kind of card it is is compared on its own.
+    """
+    if difference.field == "server_env.CUDA_VISIBLE_DEVICES":
+        return False
     sides = (difference.left, difference.right)
     return not any(isinstance(side, str) and side.startswith(provenance.UNKNOWN) for side in sides)
 

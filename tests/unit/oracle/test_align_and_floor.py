@@ -126,6 +126,15 @@ def test_a_floor_knows_restarts_and_kind() -> None:
     assert floors.build([stamped("0"), varied]).kind == "variation"
 
 
+def test_a_floor_over_two_cards_of_a_host_is_no_variation() -> None:
+    runs = [stamped("0"), stamped("1")]
+    for card, run in enumerate(runs):
+        run.provenance["server_env"] = {"CUDA_VISIBLE_DEVICES": str(card), "SGLANG_X": "0"}
+    assert floors.build(runs).kind == "repeat"
+    runs[1].provenance["server_env"]["SGLANG_X"] = "1"
+    assert floors.build(runs).kind == "variation"
+
+
 def test_one_recording_is_no_floor() -> None:
     with pytest.raises(UsageError, match="1 recording: a floor needs at least 2"):
         floors.build([stamped("0")])

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import struct
+import subprocess
 from pathlib import Path
 
+import psutil
 import pytest
 
 from q4kit import provenance
@@ -120,3 +122,14 @@ def test_secrets_and_volatile_arguments_are_left_out() -> None:
         {"api_key": "s", "watermark_key_b": "s", "ssl_keyfile": "s", "port": 1, "random_seed": 7, "page_size": 64}
     )
     assert kept == {"page_size": 64}
+
+
+def test_two_servers_that_start_at_the_same_time_are_two() -> None:
+    with subprocess.Popen(["sleep", "60"]) as one, subprocess.Popen(["sleep", "60"]) as other:
+        try:
+            started = [provenance._started(psutil.Process(each.pid)) for each in (one, other, one)]
+        finally:
+            one.kill()
+            other.kill()
+    assert started[0] == started[2] != started[1]
+    assert started[0].endswith(f"process {one.pid}")
