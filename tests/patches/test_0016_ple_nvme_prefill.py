@@ -310,6 +310,28 @@ def test_a_graph_capture_waits_for_the_reader_thread(
     layer._staged_rows.finish()
 
 
+def test_the_reader_thread_lets_go_of_the_ids_before_the_rows_are_there(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pinned ids freed later record an event on a stream that may be capturing: the next boot step dies of it."""
+    embedding = ple_modules(model)[1].ngram_embedding
+    gated = Gated(embedding.reader)
+    monkeypatch.setattr(embedding, "reader", gated)
+    ids = torch.zeros((4, 16), dtype=torch.int64)
+    staged = embedding.stage(ids, torch.zeros(4, dtype=torch.int64))
+    assert gated.entered.wait(30)
+    linger = threading.Event()
+    # Called by the reader thread between the result and the end of its work item.
+    staged._future.add_done_callback(lambda _: linger.wait(30))
+    gated.release.set()
+    staged.finish()
+    alive = weakref.ref(ids)
+    del ids
+    held = alive() is not None
+    linger.set()
+    assert not held, "the reader thread still holds the ids of rows that are there"
+
+
 def test_rows_of_two_forwards_in_flight_stay_apart(model: Any) -> None:
     embedding = ple_modules(model)[2].ngram_embedding
     batches = [torch.arange(n * 160, n * 160 + 160).reshape(10, 16) for n in range(5)]
