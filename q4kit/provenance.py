@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib
-import importlib.metadata
 import json
 import os
 import platform
@@ -29,6 +28,7 @@ import psutil
 
 from q4kit.errors import NotComparableError, Q4Error
 from q4kit.server.client import Client
+from q4kit.versions import version_of
 
 SCHEMA = 1
 UNKNOWN = "unknown: "
@@ -258,8 +258,7 @@ def _run(*command: str, cwd: Path | None = None) -> str:
 def _repo_state(root: Path) -> dict[str, Any]:
     commit = _attempt(lambda: _run("git", "rev-parse", "HEAD", cwd=root))
     dirty = _attempt(lambda: bool(_run("git", "status", "--porcelain", "--untracked-files=no", cwd=root)))
-    version = _attempt(lambda: importlib.metadata.version("q4kit"))
-    return {"version": version, "commit": commit, "dirty": dirty}
+    return {"version": version_of("q4kit"), "commit": commit, "dirty": dirty}
 
 
 def _machine() -> dict[str, Any]:

@@ -6,7 +6,6 @@ import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from q4kit import provenance
 from q4kit.errors import EnvironmentFault, UsageError
 from q4kit.ple import contenders, disk, fio, flat, measure, patched, render, summary
 from q4kit.report import Report
+from q4kit.versions import version_of
 
 READERS = ("auto", "io_uring", "io_uring-cached", "pread", "mmap")
 CACHED = "-cached"
@@ -80,7 +80,7 @@ def bench(
         | {
             "disk": disk.describe(path),
             "fio": fio.version() if with_fio else None,
-            "sglang": metadata.version("sglang"),
+            "sglang": version_of("sglang"),
             "load_average": load,
         },
     }
