@@ -33,6 +33,7 @@ qsa_sync|2|2|0|
 fp8_kv|2|2|0|
 offload|4|4|0|
 sparse_gqa|4|4|0|
+repeatable_kernels|2|2|0|
 ple_step_breakdown|2|4|1|
 ple_memop|4|8|2|
 fp8_kv_prompts|20|24|2|tiny

@@ -30,6 +30,7 @@ UNITS = (
     "fp8_kv",
     "offload",
     "sparse_gqa",
+    "repeatable_kernels",
     "ple_step_breakdown",
     "ple_memop",
 )
