@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import statistics
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from scipy import stats
 
@@ -19,36 +20,45 @@ BLOCKS = 8
 """Blocks that a window is averaged into: neighbouring samples are not independent, their means nearly are."""
 
 
+class Sample(NamedTuple):
+    """Memory of a server: seconds and requests ended since its load began, MiB by process (see `group_memory`)."""
+
+    seconds: float
+    requests: int
+    processes: dict[str, dict[str, float]]
+
+
 @dataclass(frozen=True)
 class Trend:
-    """Growth of a quantity over a window, with a 95 % interval, in the quantity's unit."""
+    """Growth of a quantity over a window, with a 95 % interval, in the quantity's unit.
+
+    `span` is the window's length in the unit of its axis, seconds or requests.
+    """
 
     growth: float
     low: float
     high: float
     samples: int
-    seconds: float
+    span: float
 
     def to_json(self) -> dict[str, float]:
         return {name: round(value, 3) for name, value in asdict(self).items()}
 
 
-def trend(times: Sequence[float], values: Sequence[float], blocks: int = BLOCKS) -> Trend:
+def trend(axis: Sequence[float], values: Sequence[float], blocks: int = BLOCKS) -> Trend:
     """Return the growth over the window by least squares on block means (t interval, blocks - 2 degrees of freedom)."""
-    if len(times) != len(values) or len(times) < 2 * blocks:
-        raise ValueError(f"{len(times)} times and {len(values)} values, at least {2 * blocks} of each are needed")
-    cuts = [round(i * len(times) / blocks) for i in range(blocks + 1)]
+    if len(axis) != len(values) or len(axis) < 2 * blocks:
+        raise ValueError(f"{len(axis)} points and {len(values)} values, at least {2 * blocks} of each are needed")
+    cuts = [round(i * len(axis) / blocks) for i in range(blocks + 1)]
     pairs = list(pairwise(cuts))
-    x = [statistics.fmean(times[a:b]) for a, b in pairs]
+    x = [statistics.fmean(axis[a:b]) for a, b in pairs]
     y = [statistics.fmean(values[a:b]) for a, b in pairs]
-    seconds = times[-1] - times[0]
+    span = axis[-1] - axis[0]
     if min(y) == max(y):  # a correlation, and with it scipy's error of the slope, is not defined then
-        return Trend(0.0, 0.0, 0.0, len(times), seconds)
+        return Trend(0.0, 0.0, 0.0, len(axis), span)
     line = stats.linregress(x, y)
     half = float(stats.t.ppf(0.975, blocks - 2)) * line.stderr
-    return Trend(
-        line.slope * seconds, (line.slope - half) * seconds, (line.slope + half) * seconds, len(times), seconds
-    )
+    return Trend(line.slope * span, (line.slope - half) * span, (line.slope + half) * span, len(axis), span)
 
 
 def verdict(found: Trend, limit: float) -> str:
@@ -83,53 +93,85 @@ def group_memory(group: int) -> dict[str, dict[str, float]]:
     return found
 
 
-def total(samples: Sequence[tuple[float, dict[str, dict[str, float]]]], field: str) -> list[float]:
+def total(samples: Sequence[Sample], field: str) -> list[float]:
     """Return the sum over the processes of each sample, MiB."""
-    return [sum(process[field] for process in processes.values()) for _, processes in samples]
+    return [sum(process[field] for process in sample.processes.values()) for sample in samples]
 
 
-def servers(
-    samples: Sequence[tuple[float, dict[str, dict[str, float]]]],
-) -> tuple[list[tuple[float, dict[str, dict[str, float]]]], list[str]]:
+def servers(samples: Sequence[Sample]) -> tuple[list[Sample], list[str]]:
     """Return the samples without the processes that came and went, and the names of those.
 
     Such a process is in at most BRIEF of the samples and not in the last one.
     """
-    seen = Counter(name for _, processes in samples for name in processes)
-    brief = {name for name, times in seen.items() if times <= BRIEF * len(samples) and name not in samples[-1][1]}
-    kept = [(at, {name: figures for name, figures in now.items() if name not in brief}) for at, now in samples]
+    seen = Counter(name for sample in samples for name in sample.processes)
+    last = samples[-1].processes
+    brief = {name for name, times in seen.items() if times <= BRIEF * len(samples) and name not in last}
+    kept = [
+        sample._replace(processes={name: mib for name, mib in sample.processes.items() if name not in brief})
+        for sample in samples
+    ]
     return kept, sorted(brief)
 
 
+def by_request(samples: Sequence[Sample], numbers: Sequence[int]) -> list[float]:
+    """Return the anonymous memory of all processes as it was when each request had ended, MiB."""
+    kept, _ = servers(samples)
+    ended, mib = [sample.requests for sample in kept], total(kept, "anonymous")
+    return [mib[max(0, bisect_right(ended, number) - 1)] for number in numbers]
+
+
+def against(samples: Sequence[Sample], control: Sequence[Sample], first: int) -> tuple[Trend, Trend]:
+    """Return the control's own growth, and how much more the other server gained over the same requests, MiB.
+
+    From request `first` to the last that both ended. What every server of this load keeps, such as a compiled kernel
+    for each new shape, both keep at the same request: it falls out of the difference, also where it came in steps.
+    ValueError where they share too few requests.
+    """
+    common = range(first, min(samples[-1].requests, control[-1].requests) + 1)
+    ours, theirs = by_request(samples, common), by_request(control, common)
+    return trend(common, theirs), trend(common, [a - b for a, b in zip(ours, theirs, strict=True)])
+
+
 def judge(
-    samples: Sequence[tuple[float, dict[str, dict[str, float]]]], warm_up_s: float, limit_mib: float, mapped_mib: float
+    samples: Sequence[Sample],
+    warm_up_s: float,
+    limit_mib: float,
+    mapped_mib: float,
+    control: Sequence[Sample] | None = None,
 ) -> dict[str, Any]:
-    """Return the verdict on samples of (seconds, memory by process) after the warm-up.
+    """Return the verdict on the samples after the warm-up.
 
     Memory holds when the anonymous memory of all processes together is flat, their mapped memory stays below
-    `mapped_mib`, and no process of the server went away or came. Growth of each process is given beside it.
+    `mapped_mib`, and no process of the server went away or came. Growth of each process is given beside it. With the
+    samples of a `control`, a server under the same requests, flat means: grew no more than the control did.
     ValueError where there are too few samples.
     """
-    late = [sample for sample in samples if sample[0] >= warm_up_s]
+    late = [sample for sample in samples if sample.seconds >= warm_up_s]
     if not late:
         raise ValueError(f"no sample after {warm_up_s:g} s of warm-up")
     kept, brief = servers(late)
-    times = [seconds for seconds, _ in kept]
+    times = [sample.seconds for sample in kept]
     anonymous = trend(times, total(kept, "anonymous"))
-    names = [set(processes) for _, processes in kept]
+    names = [set(sample.processes) for sample in kept]
     same = all(name == names[0] for name in names)
     largest = max(total(kept, "mapped"))
     processes = {}
     if same:
         for name in sorted(names[0]):
-            found = trend(times, [sample[name]["rss"] for _, sample in kept])
-            processes[name] = {"rss_mib_last": round(kept[-1][1][name]["rss"], 1), "rss_growth": found.to_json()}
-    outcome = verdict(anonymous, limit_mib)
+            found = trend(times, [sample.processes[name]["rss"] for sample in kept])
+            last = round(kept[-1].processes[name]["rss"], 1)
+            processes[name] = {"rss_mib_last": last, "rss_growth": found.to_json()}
+    judged, compared = anonymous, {}
+    if control is not None:
+        theirs, judged = against(samples, control, late[0].requests)
+        compared = {"excess_growth_mib": judged.to_json(), "control_growth_mib": theirs.to_json()}
+    outcome = verdict(judged, limit_mib)
     if not same or largest > mapped_mib:
         outcome = "grows"
     return {
         "verdict": outcome,
         "anonymous_growth_mib": anonymous.to_json(),
+        **compared,
         "limit_mib": limit_mib,
         "rss_growth_mib": trend(times, total(kept, "rss")).to_json(),
         "mapped_mib_max": round(largest, 1),

@@ -7,6 +7,10 @@ warm-up (a third of the time), by least squares on block means with a 95 % inter
 --limit-mib over the window, "grows" rules out less. Mapped memory (the table's pages) must stay below --mapped-mib: the
 reader gives them back at its budget of 4 GiB. The answer to one prompt must be the same before and after.
 
+With --control, a second server whose table is in memory answers the same requests after the first one ended, and the
+verdict is on what the first one gained more, request by request: what SGLang and its libraries keep under this load is
+not the table's doing. --control-path takes another package for it, such as the unpatched one.
+
 Serves with ``--device cuda`` (the flags of tests/gpu/matrix.py) or ``--device cpu`` (the reference platform; a minute
 with the mini checkpoint is a real run of all of it). One JSON line, exit 0 flat, 1 grows or an answer or a request
 failed, 3 inconclusive, 4 server fault.
@@ -25,6 +29,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +40,9 @@ import requests
 from q4kit.errors import Q4Error
 from q4kit.server.client import GREEDY, Client
 from q4kit.server.launch import ServerProcess, launch
-from tests.gpu.cells import GRAPH_ARGS
+from tests.gpu.cells import GRAPH_ARGS, PLE_ARGS
 from tests.gpu.matrix import COMMON_ARGS
-from tests.gpu.memory_trend import group_memory, judge
+from tests.gpu.memory_trend import Sample, group_memory, judge
 
 EXIT = {"flat": 0, "grows": 1, "inconclusive": 3}
 SAMPLE_S = 0.5
@@ -47,6 +52,10 @@ CPU_ARGS = (
     "--chunked-prefill-size=128",
     "--max-total-tokens=8192",
 )
+CPU_ENV = {"LRU_CACHE_CAPACITY": "1", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "0"}
+"""Switches off two caches, torch's and oneDNN's, of 1024 compiled kernels each. A bfloat16 product compiles one for
+every number of rows that it has not seen, so that they gain hundreds of MiB under prompts of random lengths and would
+hide a leak of that size."""
 
 
 def unique(rng: random.Random, length: int, vocab: int) -> list[int]:
@@ -93,11 +102,15 @@ def run_one(client: Client, number: int, vocab: int, longest: int) -> str:
 
 
 class Sampler:
-    """Samples the memory of a process group from a thread while the `with` block runs."""
+    """Samples the memory of a process group from a thread while the `with` block runs.
+
+    `requests` is written beside each sample: set it to the number of requests that ended.
+    """
 
     def __init__(self, read: Callable[[], dict[str, dict[str, float]]], interval_s: float) -> None:
         self._read, self._interval = read, interval_s
-        self.samples: list[tuple[float, dict[str, dict[str, float]]]] = []
+        self.requests = 0
+        self.samples: list[Sample] = []
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
@@ -108,7 +121,7 @@ class Sampler:
 
     def _run(self) -> None:
         while not self._stop.wait(self._interval):
-            self.samples.append((round(time.monotonic() - self._start, 2), self._read()))
+            self.samples.append(Sample(round(time.monotonic() - self._start, 2), self.requests, self._read()))
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
@@ -128,59 +141,105 @@ def table_counters(base_url: str) -> dict[str, float]:
     return found
 
 
-def soak(server: ServerProcess, args: argparse.Namespace) -> dict[str, Any]:
-    """Run the load for --seconds and return the record."""
-    done: Counter[str] = Counter()
-    failed: list[str] = []
+@dataclass
+class Run:
+    """What one server did under the load; the answers are those to one prompt, twice before the load and after it."""
+
+    done: Counter[str] = field(default_factory=Counter)
+    failed: list[str] = field(default_factory=list)
+    before: list[int] | None = None
+    again: list[int] | None = None
+    after: list[int] | None = None
+    table: dict[str, float] = field(default_factory=dict)
+    samples: list[Sample] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        # A server that does not repeat itself cannot be asked to.
+        return not self.failed and (self.after == self.before or self.again != self.before)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"requests": dict(self.done), "failed": self.failed, "answer_same": self.after == self.before,
+                "answer_repeats": self.again == self.before}  # fmt: skip
+
+
+def soak(server: ServerProcess, args: argparse.Namespace, requests_wanted: int | None = None) -> Run:
+    """Run the load for --seconds, or for a number of requests, and return what came of it."""
+    run = Run()
     with Client(server.base_url, timeout_s=120) as client:
         probe = unique(random.Random(-1), args.longest // 2, args.vocab)
         client.flush_cache()
-        before = ask(client, probe, 16)
+        run.before = ask(client, probe, 16)
         client.flush_cache()
-        again = ask(client, probe, 16)
+        run.again = ask(client, probe, 16)
         with Sampler(lambda: group_memory(server.pid), SAMPLE_S) as sampler:
             end = time.monotonic() + args.seconds
             for number in itertools.count():
-                if time.monotonic() >= end or len(failed) >= 5:
+                over = time.monotonic() >= end if requests_wanted is None else number >= requests_wanted
+                if over or len(run.failed) >= 5:
                     break
                 try:
-                    done[run_one(client, number, args.vocab, args.longest)] += 1
+                    run.done[run_one(client, number, args.vocab, args.longest)] += 1
                 except (Q4Error, ValueError) as error:
-                    failed.append(f"request {number}: {error}"[:300])
+                    run.failed.append(f"request {number}: {error}"[:300])
+                sampler.requests = number + 1
+        run.samples = sampler.samples
         time.sleep(1)  # the aborts
-        after: list[int] | None = None
-        counters: dict[str, float] = {}
         try:
             client.flush_cache()
-            after = ask(client, probe, 16)
-            counters = table_counters(server.base_url)
+            run.after = ask(client, probe, 16)
+            run.table = table_counters(server.base_url)
         except (Q4Error, ValueError, requests.RequestException) as error:
-            failed.append(f"after the load: {error}"[:300])
+            run.failed.append(f"after the load: {error}"[:300])
+    return run
+
+
+def record_of(run: Run, control: Run | None, args: argparse.Namespace) -> dict[str, Any]:
+    """Return the record with its verdict, and write the one with every sample to --raw."""
     record: dict[str, Any] = {
         "case": "ple_soak", "device": args.device, "graphs": args.graphs, "seconds": args.seconds,
-        "requests": dict(done), "failed": failed, "answer_same": after == before,
-        "answer_repeats": again == before, "table": counters,
+        **run.to_json(), "table": run.table, "control": control.to_json() if control else None,
     }  # fmt: skip
     try:
-        record |= judge(sampler.samples, args.seconds / 3, args.limit_mib, args.mapped_mib)
+        record |= judge(
+            run.samples, args.seconds / 3, args.limit_mib, args.mapped_mib, control.samples if control else None
+        )
     except ValueError as error:  # the load ended early: what went wrong is in `failed`
         record |= {"verdict": "inconclusive", "reason": str(error)}
     if args.raw:
-        args.raw.write_text(json.dumps({**record, "samples": sampler.samples}))
-    # A server that does not repeat itself cannot be asked to.
-    record["ok"] = not failed and (after == before or again != before) and counters.get("rows", 0) > 0
+        samples = {"samples": run.samples, "control_samples": control.samples if control else None}
+        args.raw.write_text(json.dumps({**record, **samples}))
+    record["ok"] = run.ok and (control is None or control.ok) and run.table.get("rows", 0) > 0
     return record
 
 
-def flags_of(args: argparse.Namespace) -> list[str]:
-    """Return the server's flags."""
-    flags = ["--ple-offload-embedding", "--ple-offload-backend=nvme", f"--ple-offload-reader={args.reader}",
-             "--enable-metrics"]  # fmt: skip
-    if args.table:
-        flags.append(f"--ple-offload-dir={args.table}")
+def flags_of(args: argparse.Namespace, control: bool = False) -> list[str]:
+    """Return the flags of the server, or of its control, which keeps the table in memory."""
+    if control:
+        table = [*PLE_ARGS["pinned" if args.device == "cuda" else "resident"]]
+    else:
+        table = [*PLE_ARGS["nvme"], f"--ple-offload-reader={args.reader}"]
+        if args.table:
+            table.append(f"--ple-offload-dir={args.table}")
+    rest = [*table, "--enable-metrics", *args.arg]
     if args.device == "cuda":
-        return [*COMMON_ARGS, *GRAPH_ARGS[args.graphs], *flags, *args.arg]
-    return [*CPU_ARGS, *flags, *args.arg]
+        return [*COMMON_ARGS, *GRAPH_ARGS[args.graphs], *rest]
+    return [*CPU_ARGS, *rest]
+
+
+def serve(args: argparse.Namespace, requests_wanted: int | None = None, *, control: bool = False) -> Run:
+    """Boot a server or its control, load it and return what came of it."""
+    with launch(
+        args.model,
+        python=sys.executable,
+        pythonpath=(control and args.control_path) or args.patched,
+        log_path=args.log.with_stem(f"{args.log.stem}_control") if control else args.log,
+        extra_args=flags_of(args, control),
+        env=CPU_ENV if args.device == "cpu" else None,
+        timeout_s=400,
+        device=args.device,
+    ) as server:
+        return soak(server, args, requests_wanted)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -197,6 +256,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--longest", type=int, help="tokens of the longest prompt (default: 3000, on a CPU 400)")
     parser.add_argument("--limit-mib", type=float, default=32, help="growth in the window that is still flat")
     parser.add_argument("--mapped-mib", type=float, default=6144, help="most memory mapped from files")
+    parser.add_argument("--control", action="store_true", help="judge against a server with the table in memory")
+    parser.add_argument("--control-path", type=Path, help="folder with the control's sglang package (with --control)")
     parser.add_argument("--log", type=Path, default=Path("ple_soak.log"), help="the server's log")
     parser.add_argument("--json", type=Path, help="write the record there too")
     parser.add_argument("--raw", type=Path, help="write the record with every sample there")
@@ -205,6 +266,8 @@ def main(argv: list[str] | None = None) -> int:
     args.longest = args.longest or (3000 if args.device == "cuda" else 400)
     if args.seconds < 30:
         parser.error("--seconds: at least 30, or there are too few samples")
+    if args.control_path and not args.control:
+        parser.error("--control-path: needs --control")
     if args.device == "cuda":
         import torch
 
@@ -213,11 +276,9 @@ def main(argv: list[str] | None = None) -> int:
             print("remedy: run it on one, or on the reference platform with --device cpu", file=sys.stderr)
             return 4
     try:
-        with launch(
-            args.model, python=sys.executable, pythonpath=args.patched, log_path=args.log,
-            extra_args=flags_of(args), timeout_s=400, device=args.device,
-        ) as server:  # fmt: skip
-            record = soak(server, args)
+        run = serve(args)
+        control = serve(args, run.done.total(), control=True) if args.control and not run.failed else None
+        record = record_of(run, control, args)
     except Q4Error as error:
         print(f"error: {error}\nremedy: {error.remedy}", file=sys.stderr)
         return 4

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import os
 import random
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,8 +17,8 @@ import pytest
 
 from q4kit.errors import ServerError
 from tests.gpu import ple_soak
-from tests.gpu.memory_trend import group_memory, judge, parse_smaps, trend, verdict
-from tests.gpu.ple_soak import KINDS, main, plan
+from tests.gpu.memory_trend import Sample, group_memory, judge, parse_smaps, trend, verdict
+from tests.gpu.ple_soak import CPU_ENV, KINDS, Run, Sampler, flags_of, main, plan, record_of
 
 TIMES = [0.5 * i for i in range(240)]
 
@@ -34,7 +37,7 @@ def test_a_straight_line_gives_its_growth_exactly() -> None:
     found = trend(TIMES, [100 + 2 * t for t in TIMES])
     assert found.growth == pytest.approx(2 * TIMES[-1])
     assert found.low == pytest.approx(found.high)
-    assert found.seconds == TIMES[-1]
+    assert found.span == TIMES[-1]
 
 
 def test_memory_that_never_changes_is_flat() -> None:
@@ -67,7 +70,7 @@ def test_too_few_samples_are_refused(times: list[float], values: list[float]) ->
 
 def samples(
     growth: float = 0.0, mapped: float = 100.0, lost_at: int | None = None, came_at: range = range(0)
-) -> list[tuple[float, dict[str, dict[str, float]]]]:
+) -> list[Sample]:
     anonymous = walk(1, growth)
     out = []
     for i, seconds in enumerate(TIMES):
@@ -79,7 +82,7 @@ def samples(
             del processes["http 1"]
         if i in came_at:
             processes["ptxas 3"] = {"rss": 900.0, "anonymous": 900.0, "mapped": 0.0}
-        out.append((seconds, processes))
+        out.append(Sample(seconds, i // 2, processes))
     return out
 
 
@@ -117,10 +120,48 @@ def test_no_sample_after_the_warm_up_is_refused() -> None:
 
 def test_growth_during_the_warm_up_does_not_count() -> None:
     grown = samples()
-    for seconds, processes in grown:
+    for seconds, _, processes in grown:
         processes["scheduler 2"]["anonymous"] -= max(0, 40 - seconds) * 30
     assert judge(grown, 40, 32, 1000)["verdict"] == "flat"
     assert judge(grown, 0, 32, 1000)["verdict"] == "grows"
+
+
+def steps(seed: int, rate: float, leak: float = 0.0) -> list[Sample]:
+    """Return what a server gains that keeps 5 MiB for each new one of 128 shapes and leaks `leak` MiB a request."""
+    rng = random.Random(7)  # both servers get the same requests
+    order = [rng.randrange(128) for _ in range(500)]
+    noise = walk(seed, noise=1)
+    out = []
+    for i, seconds in enumerate(TIMES):
+        ended = min(int(seconds * rate), len(order))
+        mib = noise[i] + 5 * len(set(order[:ended])) + leak * ended
+        out.append(Sample(seconds, ended, {f"scheduler {seed}": {"rss": mib, "anonymous": mib, "mapped": 0.0}}))
+    return out
+
+
+@pytest.mark.parametrize("rate", [2.0, 4.0], ids=["as fast", "twice as fast"])
+def test_growth_that_the_control_shares_is_not_the_tables(rate: float) -> None:
+    assert judge(steps(1, 2), 40, 32, 1000)["verdict"] == "grows"
+    found = judge(steps(1, 2), 40, 32, 1000, steps(2, rate))
+    assert found["verdict"] == "flat"
+    assert found["control_growth_mib"]["growth"] > 100
+    assert found["excess_growth_mib"]["span"] == 239 - 80
+    json.dumps(found, allow_nan=False)
+
+
+def test_growth_beside_the_controls_is_found() -> None:
+    found = judge(steps(1, 2, leak=0.5), 40, 32, 1000, steps(2, 3))
+    assert found["verdict"] == "grows"
+    assert found["excess_growth_mib"]["growth"] == pytest.approx(0.5 * (239 - 80), abs=10)
+
+
+def test_a_control_does_not_excuse_mapped_memory() -> None:
+    assert judge(samples(mapped=1001), 20, 32, 1000, samples(mapped=1001))["verdict"] == "grows"
+
+
+def test_a_control_that_ended_before_the_warm_up_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least 16"):
+        judge(samples(), 20, 32, 1000, samples()[:30])
 
 
 def test_smaps_fields_and_a_file_without_them() -> None:
@@ -178,7 +219,8 @@ def test_a_server_that_dies_under_load_leaves_its_record(tmp_path: Path, monkeyp
     args = SimpleNamespace(
         device="cpu", graphs="full", seconds=60, longest=40, vocab=500, limit_mib=32, mapped_mib=1000, raw=raw
     )
-    record = ple_soak.soak(SimpleNamespace(base_url="http://127.0.0.1:9", pid=os.getpgrp()), args)  # type: ignore[arg-type]
+    run = ple_soak.soak(SimpleNamespace(base_url="http://127.0.0.1:9", pid=os.getpgrp()), args)  # type: ignore[arg-type]
+    record = record_of(run, None, args)  # type: ignore[arg-type]
     assert (record["ok"], record["verdict"], record["answer_same"]) == (False, "inconclusive", False)
     assert [line.partition(":")[0] for line in record["failed"]] == [
         *(f"request {i}" for i in range(5)),
@@ -192,3 +234,81 @@ def test_too_short_a_run_is_a_usage_error(capsys: pytest.CaptureFixture[str]) ->
         main(["--model", "x", "--seconds", "5"])
     assert stopped.value.code == 2
     assert "at least 30" in capsys.readouterr().err
+
+
+def test_samples_say_how_many_requests_had_ended() -> None:
+    with Sampler(lambda: {}, 0.01) as sampler:
+        for number in range(3):
+            sampler.requests = number
+            time.sleep(0.1)
+    assert {sample.requests for sample in sampler.samples} == {0, 1, 2}
+    assert [sample.seconds for sample in sampler.samples] == sorted(sample.seconds for sample in sampler.samples)
+
+
+@pytest.mark.parametrize(
+    ("control", "ok"),
+    [
+        (Run(before=[1], again=[1], after=[1]), True),
+        (Run(before=[1], again=[1], after=[2]), False),
+        (Run(failed=["request 0: gone"], before=[1], again=[1], after=[1]), False),
+    ],
+    ids=["sound", "another answer", "a failed request"],
+)
+def test_a_control_must_be_sound(control: Run, ok: bool) -> None:
+    args = SimpleNamespace(device="cpu", graphs="full", seconds=60, limit_mib=32, mapped_mib=1000, raw=None)
+    control.samples = samples()
+    run = Run(before=[1], again=[1], after=[1], table={"rows": 1.0}, samples=samples())
+    record = record_of(run, control, args)  # type: ignore[arg-type]
+    assert (record["ok"], record["verdict"]) == (ok, "flat")
+
+
+@pytest.mark.parametrize(
+    ("device", "expected"), [("cuda", "--ple-offload-embedding"), ("cpu", "--no-ple-offload-embedding")]
+)
+def test_the_control_keeps_the_table_in_memory_and_shares_the_other_flags(device: str, expected: str) -> None:
+    args = SimpleNamespace(device=device, graphs="full", reader="auto", table=Path("flat"), arg=["--sleep-on-idle"])
+    disk, control = (set(flags_of(args, control)) for control in (False, True))  # type: ignore[arg-type]
+    assert disk - control == {"--ple-offload-embedding", "--ple-offload-backend=nvme", "--ple-offload-reader=auto",
+                              "--ple-offload-dir=flat"} - control  # fmt: skip
+    assert expected in control
+    assert not any("nvme" in flag for flag in control)
+
+
+def test_a_control_package_without_a_control_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["--model", "x", "--control-path", "stock"])
+    assert stopped.value.code == 2
+    assert "needs --control" in capsys.readouterr().err
+
+
+PRODUCTS = """
+import torch
+if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    raise SystemExit(77)
+def anonymous():
+    with open("/proc/self/smaps_rollup") as file:
+        return next(int(line.split()[1]) / 1024 for line in file if line.startswith("Anonymous"))
+torch.set_num_threads(1)
+weight = torch.ones(256, 64, dtype=torch.bfloat16)
+def product(rows):
+    torch.nn.functional.linear(torch.ones(rows, 64, dtype=torch.bfloat16), weight)
+product(1)
+before = anonymous()
+for rows in range(2, 129):
+    product(rows)
+print(anonymous() - before)
+"""
+
+
+def test_the_environment_of_a_cpu_server_keeps_no_kernel_for_each_shape() -> None:
+    pytest.importorskip("torch")
+    grown = []
+    for more in ({}, CPU_ENV):
+        env = {name: value for name, value in os.environ.items() if name not in CPU_ENV} | more
+        done = subprocess.run([sys.executable, "-c", PRODUCTS], env=env, capture_output=True, text=True, timeout=300)
+        if done.returncode == 77:
+            pytest.skip("this processor compiles no bfloat16 kernels")
+        assert done.returncode == 0, done.stderr
+        grown.append(float(done.stdout))
+    assert grown[0] > 20  # MiB; with less the test would not see the caches at all
+    assert grown[1] < grown[0] / 4
