@@ -40,6 +40,22 @@ class Cell:
     expect: str = "same"
     """"same": answers equal the reference; "reference"; "refused": a clear error at start; "fails": stock's failure."""
 
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def twin(self) -> str:
+        """Name of the cell under the same graphs that keeps every weight resident."""
+        return {"eager": "reference", "full": "full-pinned", "breakable": "breakable-resident"}[self.graph]
+
+    @property
+    def same_kernels(self) -> bool:
+        """Whether the cell computes what its twin does, only from another place: then by the same bits.
+
+        Experts that are paged, or read in place, go through kernels of their own; stock is not under test.
+        """
+        return self.tree == "patched" and not self.extra
+
     @property
     def updates_weights(self) -> bool:
         """Whether the cell must answer the same after the same weights were loaded again.

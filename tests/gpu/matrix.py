@@ -2,10 +2,12 @@
 """Serve a random Qwen4-Exp checkpoint in every cell of tests/gpu/cells.py and compare the answers with the reference.
 
 --jobs servers boot side by side (a boot is mostly imports and graph capture), spread over --gpus; then they are asked,
-one a GPU at a time, and timed one after the other, while the rest is stopped (SIGSTOP). With --quiet-lock, which
-several such scripts can share on one machine, nobody boots or asks while another one times. Raw answers are kept in
-OUT/cells/; a second run skips what is there for the same trees, checkpoint and arguments, and asks other cells again
-(their old answers stay as CELL.json.old). The table goes to OUT/table.md and stdout.
+one a GPU at a time, and timed in --rounds rounds, one after the other, while the rest is stopped (SIGSTOP; the order is
+reversed every second round). Decode speeds are compared with full-pinned within a round. With --quiet-lock, which
+several such scripts can share on one machine, nobody boots or asks while another one times. OUT/cells/CELL.json is
+written after every stage; a second run does what is missing for the same trees, checkpoint and arguments, and asks
+other cells again (their old answers stay as CELL.json.old). The table goes to OUT/table.md and stdout, made of
+what is on disk: also when --budget is spent, or at SIGTERM.
 
 Per cell: teacher-forced logprobs of prompts of 1 to 3,000 tokens (chunk edges included), twice for the A/A floor; 200
 greedy tokens; two requests at once; decode speed; PCIe bytes a decoded token (NVML counters, sampled). Last, where the
@@ -14,15 +16,17 @@ they may move by twice the A/A floor. That shows that an update leaves nothing b
 used (tests/gpu/offload.py and tests/patches hold that).
 
 Two of the pin's kernels add in a varying order (atomics in hc_mix up to 16 rows, the QSA top-k from 2,052 tokens on),
-so the floor is not zero. --arg=--enable-deterministic-inference avoids both; with --answers-only, since its kernels are
-slower, it decides equality by bits.
+so the floor is not zero. --repeatable avoids both (tests/gpu/repeatable); with --answers-only, since those servers are
+slower, it decides equality by bits: a cell against the one of the same graphs that keeps every weight resident (where
+both run the same kernels), and all cells against the reference within --floor, the A/A floor of an ordinary run.
+
+Exit code: 0 every cell ended as declared, 1 one did not, 3 incomplete.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import random
 import statistics
@@ -37,18 +41,21 @@ import requests
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from q4kit import exit_codes
 from q4kit.errors import Q4Error, ServerError
 from q4kit.server.client import GREEDY, Client
 from q4kit.server.launch import ServerProcess, launch
+from tests.gpu import bits, records, timing
 from tests.gpu.cells import CELLS, Cell
 from tests.gpu.inputs import fingerprint
-from tests.gpu.wave import Quiet, Seat, gpu_list, run, seats
+from tests.gpu.timing import Method
+from tests.gpu.wave import Clock, Quiet, Seat, gpu_list, run, seats
 
 CHUNK = 2048
 LENGTHS = (1, 2, 5, 63, 64, 65, 127, 700, CHUNK - 1, CHUNK, CHUNK + 1, 3000)
 DECODE_TOKENS = 200
-RATE_TOKENS = 64
-RATE_REPEATS = 3
+BASE = "full-pinned"
+"""The cell whose decode speed the others are compared with, round by round."""
 COMMON_ARGS = (
     "--attention-backend=triton",
     f"--chunked-prefill-size={CHUNK}",
@@ -121,19 +128,6 @@ class PcieMeter:
         return statistics.fmean(self.samples) if self.samples else None
 
 
-def decode_rate(client: Client, ids: list[int]) -> tuple[float, float]:
-    """Return (tokens/s, seconds to the first token) of one streamed request, by the server's token counts."""
-    client.flush_cache()
-    events = []
-    start = time.monotonic()
-    payload = {"input_ids": ids, "sampling_params": {**GREEDY, "max_new_tokens": RATE_TOKENS}}
-    for event in client.stream_generate(payload):
-        if event.completion_tokens:
-            events.append((event.t_monotonic, event.completion_tokens))
-    (t0, n0), (t1, n1) = events[0], events[-1]
-    return (n1 - n0) / (t1 - t0), t0 - start
-
-
 def update_weights(server: ServerProcess, model: Path) -> dict[str, Any]:
     """Load `model` again into the running server; return the server's answer ("success", "message")."""
     url = f"{server.base_url}/update_weights_from_disk"
@@ -153,8 +147,9 @@ def ask(server: ServerProcess, reload: Path | None = None) -> dict[str, Any]:
             client.flush_cache()
             result["runs"].append([generate(client, ids, 4) for ids in prompts()])
         client.flush_cache()
-        result["long"] = generate(client, prompts()[7], DECODE_TOKENS)
-        client.flush_cache()
+        for name in ("long", "long_again"):
+            result[name] = generate(client, prompts()[7], DECODE_TOKENS)
+            client.flush_cache()
         with ThreadPoolExecutor(2) as pool:
             pair = [pool.submit(generate, client, prompts()[i], 32) for i in (7, 8)]
             result["pair"] = [future.result() for future in pair]
@@ -168,22 +163,27 @@ def ask(server: ServerProcess, reload: Path | None = None) -> dict[str, Any]:
     return result
 
 
-def time_decode(server: ServerProcess, gpu: int) -> dict[str, Any]:
-    """Return decode speed and host-to-device traffic of one healthy server on the GPU of this NVML index."""
-    result: dict[str, Any] = {}
-    with Client(server.base_url, timeout_s=300) as client:
-        rates = []
-        with PcieMeter(gpu) as meter:
-            for seed in range(RATE_REPEATS):
-                rng = random.Random(seed)
-                rates.append(decode_rate(client, [rng.randrange(3, 500) for _ in range(421)]))
-        result["decode_tok_s"] = statistics.median(rate for rate, _ in rates)
-        result["ttft_s"] = statistics.median(ttft for _, ttft in rates)
-        result["decode_samples"] = rates
-        if meter.mean is not None:
-            result["pcie_rx_bytes_s"] = meter.mean
-            result["pcie_samples"] = len(meter.samples)
-    return result
+def take_sample(seat: Seat, number: int, session: float, method: Method) -> dict[str, Any]:
+    """Return one turn of a server: decode speed, and the host-to-device traffic meanwhile."""
+    assert seat.server
+    sample: dict[str, Any] = {"session": session, "gpu": seat.gpu, "round": number, "at": time.time()}
+    sample["method"] = method.to_json()
+    with Client(seat.server.base_url, timeout_s=300) as client, PcieMeter(int(seat.gpu or 0)) as meter:
+        sample["decode"] = timing.decode(client, timing.seed_of(number), method)
+    sample["pcie_rx_bytes_s"], sample["pcie_samples"] = meter.mean, len(meter.samples)
+    return sample
+
+
+def speeds(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the medians over the rounds of a cell: decode_tok_s, ttft_s, pcie_rx_bytes_s where it was readable."""
+    rates = [(1e6 / sample["decode"]["step_us"], sample["decode"]["ttft_s"]) for sample in samples]
+    result: dict[str, Any] = {
+        "decode_tok_s": statistics.median(rate for rate, _ in rates),
+        "ttft_s": statistics.median(ttft for _, ttft in rates),
+        "decode_samples": rates,
+    }
+    traffic = [sample["pcie_rx_bytes_s"] for sample in samples if sample["pcie_rx_bytes_s"] is not None]
+    return result | ({"pcie_rx_bytes_s": statistics.fmean(traffic)} if traffic else {})
 
 
 def update_fault(result: dict[str, Any]) -> str | None:
@@ -197,6 +197,17 @@ def update_fault(result: dict[str, Any]) -> str | None:
     if moved > 2 * floor:
         return f"logprobs moved by {moved:.3g} with an update to the same weights, by {floor:.3g} without"
     return None
+
+
+def bits_fault(cell: Cell, result: dict[str, Any], twin: dict[str, Any]) -> str | None:
+    """Return what is wrong, by bits, with a cell that served repeatably, None where nothing is."""
+    found = bits.compare((twin["runs"][0], twin["runs"][1]), (result["runs"][0], result["runs"][1]))
+    if found["differ"]:
+        return f"{found['differ']} of {found['compared']} logprobs are not {cell.twin}'s bits, first {found['first']}"
+    if not found["compared"]:
+        return f"no logprob is repeated ({found['unrepeated']} are not), so none compared with {cell.twin}"
+    tokens = bits.greedy(*((each["long"]["ids"], each["long_again"]["ids"]) for each in (twin, result)))
+    return f"greedy tokens are not {cell.twin}'s" if tokens is False else None
 
 
 def worst(reference: list[dict[str, Any]], candidate: list[dict[str, Any]]) -> tuple[float, float, int]:
@@ -216,39 +227,56 @@ def common_prefix(a: list[int], b: list[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
+COLUMNS = (
+    "cell", "tree", "budget", "graph", "PLE", "outcome", "max abs dlogprob", "mean", "A/A max", "200 tokens equal",
+    "pair equal", "bits unlike those of the same graphs resident", "decode tok/s", f"decode / {BASE} (min..max)",
+    "PCIe MB/token", "RSS GiB", "after an update, max abs dlogprob",
+)  # fmt: skip
+
+
 def table(results: dict[str, dict[str, Any]], cells: tuple[Cell, ...]) -> str:
-    """Return the markdown table of all cells."""
-    reference = results.get("reference", {})
-    lines = [
-        "| cell | tree | budget | graph | PLE | outcome | max abs dlogprob | mean | A/A max | 200 tokens equal "
-        "| pair equal | decode tok/s | PCIe MB/token | RSS GiB | after an update, max abs dlogprob |",
-        "| --- " * 15 + "|",
-    ]
+    """Return the markdown table of all cells that have an outcome; "-" is what is not known (of a cell)."""
+    lines = [f"| {' | '.join(COLUMNS)} |", "| --- " * len(COLUMNS) + "|"]
     for cell in cells:
         result = results.get(cell.name)
         if result is None:
             continue
         head = f"| {cell.name} | {cell.tree} | {cell.budget} | {cell.graph} | {cell.ple} |"
         if "error" in result:
-            lines.append(f"{head} {result['error']} |" + " |" * 9)
-            continue
-        floor = worst(result["runs"][0], result["runs"][1])
-        row = [head, " served |"]
-        if reference.get("runs"):
-            largest, mean, _ = worst(reference["runs"][0], result["runs"][0])
-            same = common_prefix(reference["long"]["ids"], result["long"]["ids"])
-            pair = all(r["ids"] == c["ids"] for r, c in zip(reference["pair"], result["pair"], strict=True))
-            row.append(f" {largest:.3g} | {mean:.3g} | {floor[0]:.3g} | {same}/{DECODE_TOKENS} | {pair} |")
-        else:
-            row.append(f" - | - | {floor[0]:.3g} | - | - |")
-        pcie = result.get("pcie_rx_bytes_s")
-        per_token = f"{pcie / result['decode_tok_s'] / 1e6:.2f}" if pcie else "-"
-        rate = f"{result['decode_tok_s']:.1f}" if "decode_tok_s" in result else "-"
-        row.append(f" {rate} | {per_token} | {result['rss_gib']:.1f} |")
-        update = result.get("update")
-        row.append(f" {worst(result['runs'][0], update['run'])[0]:.3g} |" if update else " - |")
-        lines.append("".join(row))
+            lines.append(f"{head} {result['error']} |" + " |" * (len(COLUMNS) - 6))
+        elif "runs" in result:
+            lines.append(f"{head} served | " + " | ".join(figures(cell, result, results)) + " |")
     return "\n".join(lines) + "\n"
+
+
+def figures(cell: Cell, result: dict[str, Any], results: dict[str, dict[str, Any]]) -> list[str]:
+    """Return the figures of a cell that served, one a column after "outcome"."""
+    reference, twin, base = (results.get(name, {}) for name in ("reference", cell.twin, BASE))
+    floor = worst(result["runs"][0], result["runs"][1])[0]
+    row = ["-", "-", f"{floor:.3g}", "-", "-"]
+    if "runs" in reference:
+        largest, mean, _ = worst(reference["runs"][0], result["runs"][0])
+        same = common_prefix(reference["long"]["ids"], result["long"]["ids"])
+        pair = all(r["ids"] == c["ids"] for r, c in zip(reference["pair"], result["pair"], strict=True))
+        row = [f"{largest:.3g}", f"{mean:.3g}", f"{floor:.3g}", f"{same}/{DECODE_TOKENS}", str(pair)]
+    if "runs" in twin:
+        found = bits.compare((twin["runs"][0], twin["runs"][1]), (result["runs"][0], result["runs"][1]))
+        row.append(f"{found['differ']}/{found['compared']} ({found['unrepeated']} not repeated)")
+    else:
+        row.append("-")
+    row.append(f"{result['decode_tok_s']:.1f}" if "decode_tok_s" in result else "-")
+    methods = [sample["method"] for sample in result.get("samples", [])]
+    ratio = {}
+    if methods:
+        method = Method(**methods[-1])
+        ratio = timing.compare(base.get("samples", []), result["samples"], method).get("decode_ratio", {})
+    row.append(f"{ratio['median']:.3f} ({ratio['min']:.3f}..{ratio['max']:.3f})" if ratio else "-")
+    pcie = result.get("pcie_rx_bytes_s")
+    row.append(f"{pcie / result['decode_tok_s'] / 1e6:.2f}" if pcie else "-")
+    row.append(f"{result['rss_gib']:.1f}")
+    update = result.get("update")
+    row.append(f"{worst(result['runs'][0], update['run'])[0]:.3g}" if update else "-")
+    return row
 
 
 def failure(seat: Seat, error: Q4Error) -> dict[str, Any]:
@@ -270,20 +298,153 @@ def group_rss_gib(group: int) -> float:
     return total / 2**30
 
 
-def kept(record: Path, inputs: str) -> dict[str, Any] | None:
-    """Return the answers of a cell, None where there are none of these `inputs`; others are put aside."""
-    if not record.exists():
-        return None
-    result: dict[str, Any] = json.loads(record.read_text())
-    if result.get("cell", {}).get("inputs") == inputs:
-        return result
-    record.replace(record.with_name(f"{record.name}.old"))
-    print(f"{record.stem}: measured with another tree, checkpoint or arguments: again", file=sys.stderr, flush=True)
-    return None
+class Run:
+    """The cells of one OUT: what is on disk of each, and what is to do."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        budgets = {"0": 0, "part": args.part_gb, "half": args.half_gb, "all": args.all_gb}
+        self.offload = {(model, name): gb for model in ("tiny", "mid") for name, gb in budgets.items()}
+        self.cells = tuple(
+            cell for cell in CELLS if (not args.only or cell.name in args.only) and (args.stock or cell.tree != "stock")
+        )
+        self.session = time.time()
+        self.method = Method(args.decode_tokens, args.warmup_tokens, 0, 500)
+        content = {path: fingerprint([Path(path)]) for path in {self.tree(cell) for cell in self.cells}}
+        shared = fingerprint([args.model, *([bits.SHIM / "sitecustomize.py"] if args.repeatable else [])])
+        self.inputs = {
+            cell.name: fingerprint([], [content[self.tree(cell)], shared, *self.server_args(cell)])
+            for cell in self.cells
+        }
+        self.results = {cell.name: records.kept(self.path(cell), self.inputs[cell.name]) or {} for cell in self.cells}
+
+    def path(self, cell: Cell) -> Path:
+        """Return where the record of a cell lies."""
+        return Path(self.args.out) / "cells" / f"{cell.name}.json"
+
+    def tree(self, cell: Cell) -> str:
+        """Return the folder of the package that serves a cell."""
+        return str(self.args.stock if cell.tree == "stock" else self.args.patched)
+
+    def server_args(self, cell: Cell) -> list[str]:
+        """Return the SGLang arguments of a cell."""
+        return [*COMMON_ARGS, *self.args.arg, *cell.server_args(self.offload)]
+
+    def rounds_left(self, cell: Cell) -> int:
+        """Return how many turns of timing a cell lacks."""
+        if self.args.answers_only or cell.expect == "fails":
+            return 0
+        mine = self.results[cell.name].get("samples", [])
+        return max(0, self.args.rounds - len(timing.paired(mine, mine, self.method)))
+
+    def missing(self, cell: Cell) -> bool:
+        """Return whether something of a cell is not on disk; what failed and was to, is."""
+        result = self.results[cell.name]
+        if "error" in result:
+            return cell.expect != "fails"
+        return "runs" not in result or self.rounds_left(cell) > 0
+
+    # --- the stages ---
+
+    def boot(self, seat: Seat) -> None:
+        """Start the server of a seat."""
+        args, log = self.args, Path(self.args.out) / f"{seat.cell.name}.log"
+        seat.record["repeatable"] = args.repeatable
+        seat.server = launch(
+            args.model,
+            python=sys.executable,
+            pythonpath=self.tree(seat.cell),
+            log_path=log,
+            extra_args=self.server_args(seat.cell),
+            env=seat.environment | (bits.environment(self.tree(seat.cell)) if args.repeatable else {}),
+            timeout_s=min(args.boot_timeout, self.clock.left_s),
+            device="cuda",
+        )
+        if args.repeatable and not bits.replaced(log):
+            raise ServerError(f"{log}: no function was replaced", remedy="see tests/gpu/repeatable")
+
+    def answer(self, seat: Seat) -> None:
+        """Ask the server of a seat."""
+        assert seat.server
+        seat.record |= ask(seat.server, self.args.model if seat.cell.updates_weights else None)
+        seat.record["rss_gib"] = group_rss_gib(seat.server.pid)
+        if self.args.repeatable:
+            seat.record["replaced"] = bits.replaced(seat.server.log_path)
+
+    def turn(self, seat: Seat, number: int) -> None:
+        """Time the server of a seat once."""
+        seat.record.setdefault("samples", []).append(take_sample(seat, number, self.session, self.method))
+        seat.record |= speeds(seat.record["samples"])
+
+    def save(self, seat: Seat) -> None:
+        """Keep what is known of a seat."""
+        cell = seat.cell
+        seat.record["inputs"] = self.inputs[cell.name]
+        seat.record["cell"] = {"name": cell.name, "tree": cell.tree, "args": cell.server_args(self.offload)}
+        self.results[cell.name] = seat.record
+        records.save(self.path(cell), seat.record)
+        if "error" in seat.record:
+            print(f"{cell.name}: {seat.record['error']}", file=sys.stderr, flush=True)
+
+    def go(self, clock: Clock) -> None:
+        """Do what is missing, as far as the clock lets it; each wave that is timed has the base cell in it."""
+        self.clock = clock
+        todo = [cell for cell in self.cells if self.missing(cell)]
+        base = [cell for cell in self.cells if cell.name == BASE]
+        while todo:
+            wave = todo[: self.args.jobs]
+            if base and base[0] not in wave and any(map(self.rounds_left, wave)):
+                wave = [*base, *wave[: max(1, self.args.jobs - 1)]]
+            todo = [cell for cell in todo if cell not in wave]
+            taken = seats(wave, self.args.gpus)
+            rounds = max(map(self.rounds_left, wave))
+            for seat in taken:
+                seat.record = records.without_error(self.results[seat.cell.name])
+                seat.asked = "runs" in seat.record
+                if seat.cell.name != BASE:
+                    seat.rounds = self.rounds_left(seat.cell)
+            run(
+                taken, self.boot, self.answer, self.turn, rounds=rounds, save=self.save, failed=failure, clock=clock,
+                quiet=Quiet(self.args.quiet_lock or self.args.out / "quiet.lock"),
+            )  # fmt: skip
+
+    # --- the outcome ---
+
+    def judge(self) -> tuple[list[str], list[str]]:
+        """Return what is wrong, and what is not known yet."""
+        bad, unknown = [], []
+        reference = self.results.get("reference", {})
+        for cell in self.cells:
+            result = self.results[cell.name]
+            if "error" in result:
+                if cell.expect != "fails":
+                    bad.append(f"{cell.name}: {result['error']}")
+                continue
+            if "runs" not in result:
+                unknown.append(f"{cell.name}: no answers")
+                continue
+            if cell.expect == "fails":
+                bad.append(f"{cell.name}: stock was expected to fail and served")
+            if left := self.rounds_left(cell):
+                unknown.append(f"{cell.name}: {left} of {self.args.rounds} rounds missing")
+            if fault := update_fault(result):
+                bad.append(f"{cell.name}: {fault}")
+            if not self.args.repeatable or cell.tree == "stock":
+                continue
+            twin = self.results.get(cell.twin, {})
+            if cell.same_kernels and "runs" not in twin:
+                unknown.append(f"{cell.name}: {cell.twin} did not serve, so no bits compared")
+            elif cell.same_kernels and (fault := bits_fault(cell, result, twin)):
+                bad.append(f"{cell.name}: {fault}")
+            if self.args.floor is not None and "runs" in reference:
+                moved = worst(reference["runs"][0], result["runs"][0])[0]
+                if moved > self.args.floor:
+                    bad.append(f"{cell.name}: {moved:.3g} from the reference, floor {self.args.floor:.3g}")
+        return bad, unknown
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Return 0 when every cell ended as declared and no weight update to the same weights moved an answer."""
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """Return the arguments."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--model", type=Path, required=True)
@@ -293,84 +454,47 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--half-gb", type=int, required=True)
     parser.add_argument("--all-gb", type=int, default=1000)
     parser.add_argument("--only", nargs="*", help="names of cells")
-    parser.add_argument("--jobs", type=int, default=6, help="servers that boot at once")
+    parser.add_argument("--jobs", type=int, default=6, help="servers that boot at once; timing takes 2 at least")
     parser.add_argument("--answers-only", action="store_true", help="no decode speed and PCIe traffic")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of timing for each server")
+    parser.add_argument("--decode-tokens", type=int, default=100, help="counted decode steps of one turn")
+    parser.add_argument("--warmup-tokens", type=int, default=20, help="decode steps before them")
+    parser.add_argument("--repeatable", action="store_true", help="servers repeat their bits: tests/gpu/repeatable")
+    parser.add_argument("--floor", type=float, help="with --repeatable: largest dlogprob from the reference")
+    parser.add_argument("--budget", type=float, metavar="S", help="seconds after which the run ends, with a table")
     parser.add_argument("--gpus", type=gpu_list, default=[None], help="NVML indices, such as 0,1: spread over them")
     parser.add_argument("--quiet-lock", type=Path, help="lock file shared with other scripts that time on this machine")
     parser.add_argument("--boot-timeout", type=float, default=400)
     parser.add_argument("--arg", action="append", default=[], help="one more server argument for every cell")
     args = parser.parse_args(argv)
-    budgets = {"0": 0, "part": args.part_gb, "half": args.half_gb, "all": args.all_gb}
-    offload = {(model, name): gb for model in ("tiny", "mid") for name, gb in budgets.items()}
-    cells = tuple(c for c in CELLS if (not args.only or c.name in args.only) and (args.stock or c.tree != "stock"))
+    if unknown := sorted(set(args.only or ()) - {cell.name for cell in CELLS}):
+        parser.error(f"--only {' '.join(unknown)}: no such cell, see tests/gpu/cells.py")
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Return 0 when every cell ended as declared and no weight update to the same weights moved an answer."""
+    args = parse(argv)
     (args.out / "cells").mkdir(parents=True, exist_ok=True)
-    results: dict[str, dict[str, Any]] = {}
-
-    def tree(cell: Cell) -> str:
-        return str(args.stock if cell.tree == "stock" else args.patched)
-
-    def server_args(cell: Cell) -> list[str]:
-        return [*COMMON_ARGS, *args.arg, *cell.server_args(offload)]
-
-    content = {path: fingerprint([Path(path)]) for path in {tree(cell) for cell in cells}}
-    checkpoint = fingerprint([args.model])
-    inputs = {cell.name: fingerprint([], [content[tree(cell)], checkpoint, *server_args(cell)]) for cell in cells}
-
-    def boot(seat: Seat) -> None:
-        seat.server = launch(
-            args.model,
-            python=sys.executable,
-            pythonpath=tree(seat.cell),
-            log_path=args.out / f"{seat.cell.name}.log",
-            extra_args=server_args(seat.cell),
-            env=seat.environment,
-            timeout_s=args.boot_timeout,
-            device="cuda",
-        )
-
-    def answer(seat: Seat) -> None:
-        assert seat.server
-        seat.record |= ask(seat.server, args.model if seat.cell.updates_weights else None)
-        seat.record["rss_gib"] = group_rss_gib(seat.server.pid)
-
-    def timed(seat: Seat) -> None:
-        assert seat.server
-        if not args.answers_only:
-            seat.record |= time_decode(seat.server, int(seat.gpu or 0))
-
-    def finish(cell: Cell, result: dict[str, Any]) -> None:
-        result["cell"] = {"name": cell.name, "tree": cell.tree, "args": cell.server_args(offload)}
-        result["cell"]["inputs"] = inputs[cell.name]
-        (args.out / "cells" / f"{cell.name}.json").write_text(json.dumps(result))
-        results[cell.name] = result
-        print(f"{cell.name}: {result.get('error', 'served')}", file=sys.stderr, flush=True)
-
-    todo = []
-    for cell in cells:
-        found = kept(args.out / "cells" / f"{cell.name}.json", inputs[cell.name])
-        if found is None:
-            todo.append(cell)
-        else:
-            results[cell.name] = found
-    for first in range(0, len(todo), args.jobs):
-        wave = seats(todo[first : first + args.jobs], args.gpus)
-        run(wave, boot, answer, timed, quiet=Quiet(args.quiet_lock or args.out / "quiet.lock"), failed=failure)
-        for seat in wave:
-            finish(seat.cell, seat.record)
-    text = table(results, cells)
-    (args.out / "table.md").write_text(text)
-    print(text)
-    bad = []
-    for cell in cells:
-        result = results[cell.name]
-        if cell.expect == "fails" and "error" not in result:
-            bad.append(f"{cell.name}: stock was expected to fail and served")
-        if cell.expect == "same" and "error" in result:
-            bad.append(f"{cell.name}: {result['error']}")
-        if "error" not in result and (fault := update_fault(result)):
-            bad.append(f"{cell.name}: {fault}")
-    print("\n".join(bad) or "every cell ended as declared", file=sys.stderr)
-    return 1 if bad else 0
+    clock = Clock(args.budget)
+    this: Run | None = None
+    bad: list[str] = []
+    unknown: list[str] = ["nothing was begun"]
+    try:
+        with clock.armed():
+            this = Run(args)
+            this.go(clock)
+    finally:
+        if this:
+            text = table({name: result for name, result in this.results.items() if result}, this.cells)
+            (args.out / "table.md").write_text(text)
+            print(text, flush=True)
+            bad, unknown = this.judge()
+    unknown += clock.skipped
+    print("\n".join(bad + unknown) or "every cell ended as declared", file=sys.stderr)
+    if bad:
+        return exit_codes.NEGATIVE
+    return exit_codes.INCONCLUSIVE if unknown else exit_codes.HOLDS
 
 
 if __name__ == "__main__":

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import json
+import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tests.gpu import matrix
 from tests.gpu.cells import CELLS, Cell, uncovered_pairs
 from tests.gpu.inputs import fingerprint, with_modules
-from tests.gpu.matrix import kept, update_fault
+from tests.gpu.matrix import COLUMNS, Run, bits_fault, parse, table, update_fault
 
 
 def test_every_pair_of_settings_is_served_by_a_patched_cell() -> None:
@@ -78,20 +81,6 @@ def test_an_update_to_the_same_weights_must_not_move_the_answers(
     assert fault is None or fault in str(found)
 
 
-def test_a_cell_is_kept_for_its_own_inputs_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    record = tmp_path / "reference.json"
-    assert kept(record, "a") is None
-    others: list[dict[str, Any]] = [{"cell": {"inputs": "a"}, "runs": []}, {"cell": {}, "runs": []}]
-    for stored in others:
-        record.write_text(json.dumps(stored))
-        assert kept(record, "b") is None
-        assert not record.exists()
-        assert json.loads((tmp_path / "reference.json.old").read_text()) == stored
-        assert "reference: measured with another tree" in capsys.readouterr().err
-    record.write_text(json.dumps({"cell": {"inputs": "a"}}))
-    assert kept(record, "a") == {"cell": {"inputs": "a"}}
-
-
 def test_inputs_are_contents_and_options_not_places(tmp_path: Path) -> None:
     def tree(name: str, text: str) -> Path:
         (tmp_path / name / "sglang").mkdir(parents=True)
@@ -128,3 +117,143 @@ def test_a_script_stands_for_the_modules_that_it_imports(tmp_path: Path) -> None
     names = [path.name for path in with_modules(tmp_path / "script.py")]
     assert names == ["script.py", "one.py", "three.py", "two.py"]
     assert with_modules(tmp_path / "none.py") == [tmp_path / "none.py"]
+
+
+def test_a_twin_is_resident_under_the_same_graphs() -> None:
+    cells = {cell.name: cell for cell in CELLS}
+    for cell in CELLS:
+        twin = cells[cell.twin]
+        assert (twin.graph, twin.budget, twin.tree, twin.same_kernels) == (cell.graph, "0", "patched", True)
+    assert not cells["half-full-in-place"].same_kernels
+    assert not cells["stock-full-pinned"].same_kernels
+
+
+def answer(*logprobs: float, ids: tuple[int, ...] = (1,)) -> dict[str, Any]:
+    return {"prompt": list(logprobs), "output": [], "ids": list(ids)}
+
+
+def served(first: float, second: float, tokens: tuple[int, ...] = (1, 2), again: tuple[int, ...] = (1, 2)) -> Any:
+    """Return a record whose two runs score -1, then `first` and `second`; two greedy answers."""
+    return {
+        "runs": [[answer(-1.0, first)], [answer(-1.0, second)]],
+        "long": answer(ids=tokens),
+        "long_again": answer(ids=again),
+        "pair": [answer(), answer()],
+        "rss_gib": 1.0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("result", "fault"),
+    [
+        (served(-2.0, -2.0), None),
+        (served(-2.5, -2.0), None),
+        (served(-2.0000001, -2.0000001), "1 of 2 logprobs are not half's bits, first [3, 'prompt', 1"),
+        (served(-2.0, -2.0, tokens=(1, 3), again=(1, 3)), "greedy tokens are not half's"),
+        (served(-2.0, -2.0, tokens=(1, 3), again=(1, 4)), None),
+    ],
+)
+def test_a_cell_is_held_to_the_bits_of_its_twin(result: Any, fault: str | None) -> None:
+    class Half(Cell):
+        twin = "half"  # type: ignore[assignment]
+
+    found = bits_fault(Half("x", "patched", "mid", "half", "full", "pinned"), result, served(-2.0, -2.0))
+    assert found is None if fault is None else fault in str(found)
+
+
+class Stand:
+    """Stands for servers of a matrix: which were asked and timed."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asked: list[str] = []
+        self.turns: list[str] = []
+        self.model, self.tree, self.out = folder / "model", folder / "tree", folder / "out"
+        self.model.mkdir()
+        (self.model / "config.json").write_text("{}")
+        (self.tree / "sglang").mkdir(parents=True)
+        monkeypatch.setattr(Run, "boot", self.boot)
+        monkeypatch.setattr(Run, "answer", self.answer)
+        monkeypatch.setattr(matrix, "take_sample", self.sample)
+
+    def boot(self, seat: Any) -> None:
+        process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+        seat.server = SimpleNamespace(pid=process.pid, stop=process.wait)
+
+    def answer(self, seat: Any) -> None:
+        self.asked.append(seat.cell.name)
+        seat.record |= served(-2.0, -2.0) | {"update": {"success": True, "run": [answer(-1.0, -2.0)]}}
+
+    def sample(self, seat: Any, number: int, session: float, method: Any) -> dict[str, Any]:
+        self.turns.append(f"{seat.cell.name} {number}")
+        figures = {"step_us": 1000.0, "p50_us": 1000.0, "p95_us": 1000.0, "ttft_s": 0.1}
+        return {
+            "session": session, "gpu": seat.gpu, "round": number, "method": method.to_json(), "decode": figures,
+            "pcie_rx_bytes_s": 1e9,
+        }  # fmt: skip
+
+    def arguments(self, *more: str) -> list[str]:
+        paths = [str(self.out), f"--model={self.model}", f"--patched={self.tree}", "--half-gb=2", "--rounds=2"]
+        return [*paths, *more, "--only", "reference", "full-pinned", "half-full-pinned"]
+
+    def run(self, *more: str) -> int:
+        self.asked.clear()
+        self.turns.clear()
+        return matrix.main(self.arguments(*more))
+
+
+@pytest.fixture
+def stand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stand:
+    return Stand(tmp_path, monkeypatch)
+
+
+def test_a_matrix_with_answers_is_timed_later_and_then_done(stand: Stand, capsys: pytest.CaptureFixture[str]) -> None:
+    assert stand.run("--answers-only") == 0
+    assert (len(stand.asked), stand.turns) == (3, [])
+    assert stand.run("--answers-only") == 0
+    assert (stand.asked, stand.turns) == ([], [])
+    assert stand.run() == 0
+    names = ["reference", "full-pinned", "half-full-pinned"]
+    assert (stand.asked, stand.turns) == ([], [f"{n} 0" for n in names] + [f"{n} 1" for n in names[::-1]])
+    assert stand.run("--answers-only", "--repeatable") == 0  # other answers, in a folder of their own on a real run
+    capsys.readouterr()
+
+
+def test_a_matrix_without_rounds_is_incomplete_and_still_prints(
+    stand: Stand, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(matrix.Clock, "admits", lambda self, stage, who: stage != "turn")
+    assert stand.run() == 3
+    printed = capsys.readouterr()
+    assert "reference: 2 of 2 rounds missing" in printed.err
+    assert printed.out.count("| served |") == 3
+
+
+def test_the_ratio_is_that_of_the_rounds(stand: Stand) -> None:
+    assert stand.run() == 0
+    text = (stand.out / "table.md").read_text()
+    rows = [line.strip("|").split(" | ") for line in text.splitlines()]
+    assert {len(row) for row in rows[:1] + rows[2:]} == {len(COLUMNS)}
+    column = COLUMNS.index("decode / full-pinned (min..max)")
+    assert [row[column].strip() for row in rows[2:]] == ["1.000 (1.000..1.000)"] * 3
+
+
+def test_a_cell_that_failed_is_a_row_and_a_verdict(stand: Stand) -> None:
+    results: dict[str, dict[str, Any]] = {"reference": {"error": "dead"}}
+    (reference,) = [cell for cell in CELLS if cell.name == "reference"]
+    assert table(results, (reference,)).splitlines()[2].count("|") == len(COLUMNS) + 1
+    run = Run(parse(stand.arguments()))
+    run.results["reference"] = {"error": "dead"}
+    bad, unknown = run.judge()
+    assert bad == ["reference: dead"]
+    assert unknown == ["full-pinned: no answers", "half-full-pinned: no answers"]
+
+
+def test_by_bits_a_cell_without_its_twin_is_not_known_and_the_floor_is_held(stand: Stand) -> None:
+    run = Run(parse(stand.arguments("--repeatable", "--answers-only", "--floor=0.1")))
+    moved = served(-2.5, -2.5)
+    run.results |= {"reference": served(-2.0, -2.0), "half-full-pinned": moved, "full-pinned": {"error": "dead"}}
+    bad, unknown = run.judge()
+    assert bad == ["full-pinned: dead", "half-full-pinned: 0.5 from the reference, floor 0.1"]
+    assert unknown == ["half-full-pinned: full-pinned did not serve, so no bits compared"]
+    run.results["full-pinned"] = served(-2.0, -2.0)
+    assert "half-full-pinned: 1 of 2 logprobs are not full-pinned's bits" in run.judge()[0][0]

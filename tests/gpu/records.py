@@ -1,0 +1,34 @@
+"""Records of cells on disk: written after every stage, kept for the same inputs, put aside for others."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def save(path: Path, record: dict[str, Any]) -> None:
+    """Write a record whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(json.dumps(record))
+    os.replace(partial, path)
+
+
+def kept(path: Path, inputs: str) -> dict[str, Any] | None:
+    """Return the record of a cell, None where there is none of these `inputs`; another one is put aside."""
+    if not path.exists():
+        return None
+    record: dict[str, Any] = json.loads(path.read_text())
+    if record.get("inputs") == inputs:
+        return record
+    path.replace(path.with_name(f"{path.name}.old"))
+    print(f"{path.stem}: measured with another tree, checkpoint or arguments: again", file=sys.stderr, flush=True)
+    return None
+
+
+def without_error(record: dict[str, Any]) -> dict[str, Any]:
+    """Return what a cell that failed had learned before it did, to go on from."""
+    return {name: value for name, value in record.items() if name not in ("error", "full")}
