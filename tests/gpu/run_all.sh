@@ -17,7 +17,7 @@
 # Needs one NVIDIA GPU that nothing else uses, a driver for the pinned torch, and a Python (PYTHON=..., default python3)
 # with SGLang's requirements and this repository installed (scripts/setup.sh --gpu). A step whose needs the machine does
 # not meet is skipped with the reason. A second run of the same OUT continues: steps that hold for the same trees, models
-# and scripts are not run again, and the matrices keep every cell they have asked of them.
+# and scripts are not run again, and the matrices and ple_nvme keep what every cell has answered and timed.
 #
 # Exit code: 0 every step that ran holds, 1 one does not, 2 bad usage, 4 nothing could run.
 set -euo pipefail
@@ -202,7 +202,7 @@ while IFS='|' read -r name gpu host disk model <&3; do
   fi
   printf '%s: running, log in %s\n' "$name" "$out/steps/$name.log" >&2
   rm -f "$record" "$out/steps/$name.out"
-  [ -z "$again" ] || case $name in matrix_*) rm -rf "${out:?}/$name/cells" ;; esac
+  [ -z "$again" ] || case $name in matrix_* | ple_nvme) rm -rf "${out:?}/$name" ;; esac
   start=$SECONDS rc=0
   if ! make_model "$name" 2>"$out/steps/$name.log"; then
     printf 'name=%s\nrc=4\nseconds=%s\n' "$name" "$((SECONDS - start))" >"$record"

@@ -130,6 +130,15 @@ def test_a_step_that_holds_is_not_run_again_unless_asked(machine: Machine) -> No
     assert len(machine.calls.read_text().splitlines()) == 2
 
 
+def test_again_forgets_what_the_cells_of_a_step_measured(machine: Machine) -> None:
+    record = machine.out / "ple_nvme" / "pinned-full.json"
+    record.parent.mkdir(parents=True)
+    for more, kept in (([], True), (["--again"], False)):
+        record.write_text("{}")
+        machine.run(str(machine.out), "--patched", str(machine.tree), "--only", "ple_nvme", *more)
+        assert record.exists() is kept
+
+
 def test_a_step_that_fails_is_told_and_run_again(machine: Machine) -> None:
     done = machine.step(ok="false")
     assert done.returncode == 1
