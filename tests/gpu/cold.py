@@ -2,7 +2,9 @@
 
 The page cache is per file and keeps what any process maps. A checkpoint's shards are mapped by every server that loads
 them, so a table is measured cold from a private flat copy (--ple-offload-dir), and each sample is taken only after
-mincore has said that the pages are gone.
+mincore has said that the pages are gone. They are dropped before its server boots, too: a reader that finds rows resident
+copies them from a mapping, and what it has mapped stays. So the mmap reader cannot be measured cold here; auto (which
+sends rows that are not resident to O_DIRECT) and pread can.
 """
 
 from __future__ import annotations
@@ -12,7 +14,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 from q4kit.bench import machine
 from q4kit.errors import EnvironmentFault
@@ -76,8 +77,3 @@ def refusal(name: str, what: str, share: float) -> str | None:
     if share <= MAX_RESIDENT:
         return None
     return f"{name}: {share:.1%} of the table is resident before {what}; cold is {MAX_RESIDENT:.0%} at most"
-
-
-def state(files: list[Path]) -> dict[str, Any]:
-    """Return what is recorded beside a sample: the share of the files in the page cache, None where unknown."""
-    return {"resident": machine.residency(files) if files else None}

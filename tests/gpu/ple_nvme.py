@@ -446,8 +446,9 @@ class Run:
         return [self.seated(wave) for wave in waves if wave]
 
     def closing(self, cell: Cell) -> bool:
-        """Return whether a cell lacks a trace."""
-        return bool(self.args.profile) and cell.graph == "full" and "traces" not in self.records[cell.name]
+        """Return whether a cell lacks a trace; a cold one would show the same steps."""
+        wanted = bool(self.args.profile) and cell.graph == "full" and not cell.cold
+        return wanted and "traces" not in self.records[cell.name]
 
     def seated(self, wave: list[Cell]) -> list[Seat]:
         """Return the seats of a wave: cells that are compared in time share a GPU."""
@@ -467,6 +468,8 @@ class Run:
         flags = server_args(args, cell, self.table(cell))
         seat.record |= {"kind": "server", "cell": cell.name, "args": flags, "repeatable": args.repeatable}
         log = args.out / f"{cell.name}.log"
+        if cell.cold:  # rows that are resident now would be copied from the server's mapping, and mapped pages stay
+            seat.record["resident_before_boot"] = cold.drop(self.files(cell))
         seat.server = launch(
             args.model,
             python=sys.executable,
