@@ -2,9 +2,9 @@
 
 The page cache is per file and keeps what any process maps. A checkpoint's shards are mapped by every server that loads
 them, so a table is measured cold from a private flat copy (--ple-offload-dir), and each sample is taken only after
-mincore has said that the pages are gone. They are dropped before its server boots, too: a reader that finds rows resident
-copies them from a mapping, and what it has mapped stays. So the mmap reader cannot be measured cold here; auto (which
-sends rows that are not resident to O_DIRECT) and pread can.
+mincore has said that the pages are gone. They are dropped before its server boots, too: a reader that finds rows
+resident copies them from a mapping, and what it has mapped stays. So the mmap reader cannot be measured cold here; auto
+(which sends rows that are not resident to O_DIRECT) and pread can.
 """
 
 from __future__ import annotations

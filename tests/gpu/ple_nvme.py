@@ -548,7 +548,8 @@ class Run:
             unknown += [f"{cell.name}: no answers"] if self.unasked(cell) else []
             left = self.rounds_left(cell)
             unknown += [f"{cell.name}: {left} of {self.args.rounds} rounds missing"] if left else []
-            unknown += [s["refused"] for s in record.get("samples", []) if "refused" in s]
+            if left:  # refusals that later rounds made up for are history
+                unknown += [s["refused"] for s in record.get("samples", []) if "refused" in s]
             if cell.table == "pinned":
                 continue
             method = None if self.args.answers_only else method_of(self.args, cell.graph)

@@ -225,6 +225,25 @@ def test_what_a_lost_server_leaves_unknown_is_incomplete(
     assert "nvme-full-auto: 2 of 2 rounds missing" in capsys.readouterr().err
 
 
+def test_a_refused_sample_is_named_until_another_run_makes_up_for_it(
+    stand: Stand, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(seat: Any, args: Any, number: int, session: float, *_: Any) -> dict[str, Any]:
+        taken = stand.sample(seat, args, number, session)
+        if seat.cell.table == "nvme" and number:
+            del taken["decode"]
+            taken["refused"] = "nvme-full-auto: not cold"
+        return taken
+
+    monkeypatch.setattr(ple_nvme, "take_sample", refuse)
+    assert stand.run() == 3
+    assert capsys.readouterr().err.splitlines() == [
+        "nvme-full-auto: 1 of 2 rounds missing", "nvme-full-auto: not cold",
+    ]  # fmt: skip
+    monkeypatch.setattr(ple_nvme, "take_sample", stand.sample)
+    assert stand.run() == 0
+
+
 def test_another_tree_is_another_measurement(stand: Stand) -> None:
     assert stand.run() == 0
     (stand.tree / "sglang" / "model.py").write_text("x = 1\n")
