@@ -224,7 +224,7 @@ def plan(
         )
     if pythonpath is not None and not (Path(pythonpath) / "sglang").is_dir():
         raise UsageError(f"{pythonpath} holds no sglang package", remedy="give the folder above it (<tree>/python)")
-    environment, flags = _environment(model, device, pythonpath, extra_args, env or {})
+    environment, flags = _environment(model, python, device, pythonpath, extra_args, env or {})
     command = [
         str(python), "-m", "sglang.launch_server", "--model-path", str(model), "--host", host, "--port", str(port),
         *flags,
@@ -234,6 +234,7 @@ def plan(
 
 def _environment(
     model: Path,
+    python: str | os.PathLike[str],
     device: Device,
     pythonpath: str | os.PathLike[str] | None,
     extra_args: Sequence[str],
@@ -241,6 +242,8 @@ def _environment(
 ) -> tuple[dict[str, str], list[str]]:
     """Return the environment and the flags of the server process."""
     environment = {**os.environ, **OFFLINE_ENV}
+    # An environment that is not activated: its ninja builds what SGLang compiles at first use.
+    environment["PATH"] = os.pathsep.join([str(Path(python).parent), *filter(None, [environment.get("PATH")])])
     flags: list[str] = []
     if device == "cpu":
         environment |= CPU_ENV

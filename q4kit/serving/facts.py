@@ -63,6 +63,12 @@ class Machine:
     systemd: str
     """"" where systemd-run can make a scope, else why not."""
     port_free: bool
+    compilers: tuple[str, ...] = ()
+    """Of `COMPILERS`, those that the server would find."""
+
+
+COMPILERS = ("c++", "ninja", "nvcc")
+"""What builds the row readers (the first two) and SGLang's CUDA kernels at first use."""
 
 
 def gather(*, model: Path | None, run_dir: Path, python: str, host: str, port: int) -> Machine:
@@ -76,7 +82,18 @@ def gather(*, model: Path | None, run_dir: Path, python: str, host: str, port: i
         series=series_state(python),
         systemd=systemd_missing(),
         port_free=port_is_free(host, port),
+        compilers=find_compilers(python),
     )
+
+
+def find_compilers(python: str) -> tuple[str, ...]:
+    """Return which of `COMPILERS` a server of this interpreter finds: in its environment, on PATH, in CUDA_HOME."""
+    folders = [str(Path(python).parent), os.environ.get("PATH", "")]
+    if cuda := os.environ.get("CUDA_HOME"):
+        folders.append(str(Path(cuda) / "bin"))
+    folders.append("/usr/local/cuda/bin")
+    path = os.pathsep.join(folders)
+    return tuple(name for name in COMPILERS if shutil.which(name, path=path))
 
 
 def find_gpu() -> Gpu | str:

@@ -11,7 +11,7 @@ from q4kit.server.launch import flag_value
 from q4kit.serving import budget
 from q4kit.serving.budget import FORMATS, GIB, Settings
 from q4kit.serving.checkpoint import Checkpoint, method
-from q4kit.serving.facts import Disk, Machine
+from q4kit.serving.facts import COMPILERS, Disk, Machine
 from q4kit.serving.profiles import Profile
 from q4kit.serving.shape import Shape
 
@@ -52,7 +52,7 @@ def check(
     arguments of the user.
     """
     gpu = profile.device == "cuda"
-    found = [_series(machine), _port(machine)]
+    found = [_series(machine), _port(machine), _compilers(machine, gpu)]
     found += _checkpoint(checkpoint, flag_value("--chat-template", extra) is not None)
     if gpu:
         found += _gpu(machine)
@@ -98,6 +98,16 @@ def _series(machine: Machine) -> Check:
 def _port(machine: Machine) -> Check:
     level: Level = "ok" if machine.port_free else "refused"
     return Check("port", level, "free" if machine.port_free else "taken", "free", "--port with another number")
+
+
+def _compilers(machine: Machine, gpu: bool) -> Check:
+    wanted = COMPILERS if gpu else COMPILERS[:2]
+    missing = [name for name in wanted if name not in machine.compilers]
+    return Check(
+        "compilers", "warning" if missing else "ok", ", ".join(machine.compilers) or "none", ", ".join(wanted),
+        "install a C++ compiler and ninja, else rows are read by slower Python code"
+        + ("; nvcc of CUDA 13 builds SGLang's own kernels" if "nvcc" in missing else ""),
+    )  # fmt: skip
 
 
 def _checkpoint(checkpoint: Checkpoint, own_template: bool) -> list[Check]:

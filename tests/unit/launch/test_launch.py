@@ -213,6 +213,16 @@ def test_cuda_server_gets_no_cpu_settings(start: Any, tmp_path: Path, monkeypatc
     assert [a for a in state["argv"] if a.startswith("--")] == ["--model-path", "--host", "--port"]
 
 
+def test_the_environments_own_programs_come_first_though_it_is_not_activated(
+    start: Any, tmp_path: Path, interpreter: Path
+) -> None:
+    with start("serve"):
+        (state,) = states(tmp_path)
+    first, *rest = state["env"]["PATH"].split(os.pathsep)
+    assert first == str(interpreter.parent)
+    assert rest == os.environ["PATH"].split(os.pathsep)
+
+
 def test_tree_goes_in_front_of_the_python_path(start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "tree" / "sglang").mkdir(parents=True)
     monkeypatch.setenv("PYTHONPATH", "/elsewhere")

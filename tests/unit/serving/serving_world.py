@@ -22,6 +22,7 @@ GOOD = Machine(
     series="applied",
     systemd="",
     port_free=True,
+    compilers=("c++", "ninja", "nvcc"),
 )
 """A machine of the class 24gb-128ram."""
 

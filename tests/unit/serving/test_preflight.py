@@ -13,7 +13,7 @@ from serving_world import NVME, TABLE, config, machine, make_checkpoint, write_w
 from q4kit.errors import UsageError
 from q4kit.serving import facts, preflight, profiles
 from q4kit.serving.checkpoint import expert_format, inspect
-from q4kit.serving.facts import GIB, Disk, Gpu
+from q4kit.serving.facts import GIB, Disk, Gpu, find_compilers
 from q4kit.serving.profiles import PROFILES, Options
 from q4kit.serving.shape import from_config
 
@@ -388,3 +388,22 @@ def test_a_taken_port_is_seen() -> None:
         port = taken.getsockname()[1]
         assert not facts.port_is_free("127.0.0.1", port)
     assert facts.port_is_free("127.0.0.1", port)
+
+
+def test_missing_compilers_are_a_warning_with_what_they_are_for(checkpoint: Path) -> None:
+    assert checks(checkpoint)["compilers"].level == "ok"
+    check = checks(checkpoint, compilers=("c++",))["compilers"]
+    assert (check.level, check.found) == ("warning", "c++")
+    assert "ninja" in check.remedy
+    assert "nvcc" in check.remedy
+
+
+def test_the_compilers_of_an_environment_that_is_not_activated_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
+    for program in (tmp_path / "env" / "bin" / "ninja", tmp_path / "cuda" / "bin" / "nvcc"):
+        program.parent.mkdir(parents=True)
+        program.touch(mode=0o755)
+    assert find_compilers(str(tmp_path / "env" / "bin" / "python")) == ("ninja", "nvcc")
