@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -242,6 +244,24 @@ def test_a_refused_sample_is_named_until_another_run_makes_up_for_it(
     ]  # fmt: skip
     monkeypatch.setattr(ple_nvme, "take_sample", stand.sample)
     assert stand.run() == 0
+
+
+def test_a_termination_ends_with_the_verdict_of_what_is_on_disk(
+    stand: Stand, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def end(seat: Any, args: Any, number: int, session: float, *_: Any) -> dict[str, Any]:
+        if number:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(5)
+        return stand.sample(seat, args, number, session)
+
+    monkeypatch.setattr(ple_nvme, "take_sample", end)
+    assert stand.run() == 3
+    out, err = capsys.readouterr()
+    (found,) = [json.loads(line) for line in out.splitlines() if '"verdict"' in line]
+    assert (found["equal"], found["decode_ratio"]["rounds"]) == (True, 1)
+    assert "cut short by SIGTERM" in err.splitlines()
+    assert "nvme-full-auto: 1 of 2 rounds missing" in err.splitlines()
 
 
 def test_another_tree_is_another_measurement(stand: Stand) -> None:
