@@ -277,8 +277,9 @@ def main(argv: list[str] | None = None) -> int:
             return 4
     try:
         run = serve(args)
-        control = serve(args, run.done.total(), control=True) if args.control and not run.failed else None
-        record = record_of(run, control, args)
+        record = record_of(run, None, args)  # --raw is there already if the control fails
+        if args.control and not run.failed:
+            record = record_of(run, serve(args, run.done.total(), control=True), args)
     except Q4Error as error:
         print(f"error: {error}\nremedy: {error.remedy}", file=sys.stderr)
         return 4
