@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 ABSENT = "0" * 40
 """The id git writes for a side that does not exist (a file added or deleted)."""
+EMPTY = "e69de29bb2d1d6434b8b29ae775ad8c2e48c5391"
+"""The blob id of an empty file."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass, field
 
 from q4kit.errors import UsageError
-from q4kit.series.blobs import ABSENT
+from q4kit.series.blobs import ABSENT, EMPTY
 
 _INDEX = re.compile(r"^index ([0-9a-f]+)\.\.([0-9a-f]+)(?: (\d{6}))?$")
 _HUNK = re.compile(r"^@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@")
@@ -217,6 +217,8 @@ class _Parser:
         if added != (blobs[0] == ABSENT) or deleted != (blobs[1] == ABSENT):
             raise self.fail(f"{path}: blob ids do not agree with new/deleted file")
         hunks = self._hunks(path, added, deleted)
+        if not hunks and {*blobs} != {ABSENT, EMPTY}:
+            raise self.fail(f"{path}: its contents change and no hunk says how, the patch is truncated")
         return FileDiff(path, *blobs, None if added else old_mode, None if deleted else new_mode, hunks)
 
     def _hunks(self, path: str, added: bool, deleted: bool) -> tuple[Hunk, ...]:

@@ -142,8 +142,7 @@ def _restore(target: WorkTree, head: str, touched: Sequence[str]) -> None:
     branch = git.run(["symbolic-ref", "-q", "HEAD"], root, check=False).stdout.decode().strip()
     common = Path(git.out(["rev-parse", "--path-format=absolute", "--git-common-dir"], root))
     for stale in [
-        folder / "index.lock",
-        folder / "HEAD.lock",
+        *(folder / f"{name}.lock" for name in ("index", "HEAD", "ORIG_HEAD")),
         *([common / f"{branch}.lock"] if branch else []),
     ]:
         stale.unlink(missing_ok=True)

@@ -203,3 +203,11 @@ def test_git_is_not_asked_for_the_chain(made: World, monkeypatch: pytest.MonkeyP
     checks = verify.offline(manifest.load(made.series.folder))
     assert [c.name for c in checks] == ["blob chain", "lints"]
     assert all(c.ok for c in checks), checks
+
+
+def test_a_patch_cut_behind_the_header_of_a_file_is_no_change_without_hunks(made: World) -> None:
+    entry = made.series.entries[1]
+    whole = made.series.path(entry).read_bytes()
+    cut = whole.index(b"--- a/python")
+    with pytest.raises(PatchSyntaxError, match="no hunk says how"):
+        parse_patch(entry.file, whole[:cut])

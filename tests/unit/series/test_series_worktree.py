@@ -145,7 +145,8 @@ def test_interrupted_am_is_named_and_mended_by_apply_and_by_revert(world: World)
         note = {"op": "apply", "head": pin, "files": world.series.touched}
         journal.write_json(journal.marker_path(target), note)
         (tree / ".git" / "rebase-apply").mkdir()
-        (tree / ".git" / "index.lock").write_text("")
+        for name in ("index", "HEAD", "ORIG_HEAD"):
+            (tree / ".git" / f"{name}.lock").write_text("")
         (tree / "python" / PACKAGE / "late.py").write_text("half\n")
         found = state.status(tree, series=world.series)
         assert found.state == "drifted"
