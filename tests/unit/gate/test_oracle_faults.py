@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +11,7 @@ import pytest
 from gate_runs import recording
 
 from q4kit import series as series_package
+from q4kit import tinymodel
 from q4kit.errors import EnvironmentFault, UsageError
 from q4kit.gate import faults
 from q4kit.oracle import floor as floors
@@ -28,6 +31,14 @@ def test_the_list_of_this_repository_is_read() -> None:
     for fault in listed:
         assert (fault.patch is None) != (fault.tensor == "")
         assert fault.patch is None or fault.patch.is_file()
+
+
+def test_each_listed_tensor_is_one_of_the_checkpoint_that_the_list_is_for(tmp_path: Path) -> None:
+    tinymodel.generate(tmp_path / "mini", replace(tinymodel.PRESETS["mini"], dtype="bfloat16"))
+    index = json.loads((tmp_path / "mini" / "model.safetensors.index.json").read_text())
+    for fault in faults.read_faults(faults.FOLDER / "faults.toml"):
+        if fault.patch is None:
+            assert len([name for name in index["weight_map"] if re.search(fault.tensor, name)]) == 1, fault.name
 
 
 @pytest.mark.parametrize(
