@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
+from q4kit.report import write_atomic
+
 
 def save(path: Path, record: dict[str, Any]) -> None:
     """Write a record whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(json.dumps(record))
-    os.replace(partial, path)
+    write_atomic(path, json.dumps(record).encode())
 
 
 def kept(path: Path, inputs: str) -> dict[str, Any] | None:

@@ -146,12 +146,6 @@ def seats(cells: Sequence[Any], gpus: Sequence[str | None]) -> list[Seat]:
     return [Seat(cell, gpus[number % len(gpus)]) for number, cell in enumerate(cells)]
 
 
-def _signal(seat: Seat, what: signal.Signals) -> None:
-    if seat.server:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(seat.server.pid, what)
-
-
 @dataclass
 class _Wave:
     seats: Sequence[Seat]
@@ -183,7 +177,7 @@ class _Wave:
         """Let the server of a seat run for one stage; one that failed is asked no more."""
         if seat.server is None or "error" in seat.record or not self.clock.admits(name, str(seat.cell)):
             return
-        _signal(seat, signal.SIGCONT)
+        seat.server.resume()
         try:
             with self.clock.measured(name):
                 stage(seat)
@@ -191,7 +185,7 @@ class _Wave:
         except Q4Error as error:
             self.note(seat, error)
         finally:
-            _signal(seat, signal.SIGSTOP)
+            seat.server.pause()
 
     def ask(self, queue: Sequence[Seat], ask: Stage) -> None:
         try:
@@ -244,7 +238,8 @@ def run(
             with clock.measured("boot"):
                 this.together([lambda seat=seat: this.boot(seat, boot) for seat in wave])  # type: ignore[misc]
             for seat in wave:
-                _signal(seat, signal.SIGSTOP)
+                if seat.server:
+                    seat.server.pause()
             this.together([lambda queue=queue: this.ask(queue, ask) for queue in queues.values()])  # type: ignore[misc]
         for number in range(rounds):
             with quiet.alone():
@@ -261,5 +256,6 @@ def run(
     finally:
         for seat in wave:
             if seat.server:
-                _signal(seat, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(seat.server.pid, signal.SIGKILL)  # nothing to end in order: spare stop() its patience
                 seat.server.stop()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -177,7 +179,12 @@ class Stand:
 
     def boot(self, seat: Any) -> None:
         process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
-        seat.server = SimpleNamespace(pid=process.pid, stop=process.wait)
+        seat.server = SimpleNamespace(
+            pid=process.pid,
+            stop=process.wait,
+            pause=lambda: os.killpg(process.pid, signal.SIGSTOP),
+            resume=lambda: os.killpg(process.pid, signal.SIGCONT),
+        )
 
     def answer(self, seat: Any) -> None:
         self.asked.append(seat.cell.name)

@@ -139,6 +139,14 @@ class Stand:
             pid, log_path_ = process.pid, log_path
 
             @staticmethod
+            def pause() -> None:
+                os.killpg(process.pid, signal.SIGSTOP)
+
+            @staticmethod
+            def resume() -> None:
+                os.killpg(process.pid, signal.SIGCONT)
+
+            @staticmethod
             def stop() -> None:
                 process.kill()
                 process.wait()

@@ -29,6 +29,12 @@ class Server:
     def state(self) -> str:
         return Path(f"/proc/{self.pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
 
+    def pause(self) -> None:
+        os.killpg(self.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        os.killpg(self.pid, signal.SIGCONT)
+
     def stop(self) -> None:
         self.process.kill()
         self.process.wait()
