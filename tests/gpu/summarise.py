@@ -2,7 +2,8 @@
 """Make the summary and the ratios of a run of tests/gpu/matrix.py: `summarise.py OUT/cells SUMMARY.json`.
 
 Per cell: logprobs against the reference cell, the A/A floor, decode speed, bytes a token over PCIe, memory.
-`summarise.py --steps OUT` prints the table of a run of tests/gpu/run_all.sh instead.
+`summarise.py --steps OUT` prints the table of a run of tests/gpu/run_all.sh instead; `summarise.py --speeds NAME=OUT...
+SUMMARY.json` makes the speeds of runs of tests/gpu/ple_nvme.py, each under its name, against their pinned cells.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from tests.gpu import timing
+from tests.gpu.cells import GRAPH_ARGS
 from tests.gpu.matrix import common_prefix, worst
 
 
@@ -56,6 +59,30 @@ def summary(cells: dict[str, dict[str, Any]]) -> dict[str, Any]:
         if base and "decode_tok_s" in figures
     }
     return {"cells": out, "ratios": ratios}
+
+
+def speeds(cells: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return the figures of each cell of a run of ple_nvme.py that was timed (pure).
+
+    Medians over the rounds: step, us; prefill, tokens/s; and for a cell with a table on disk its ratios to the pinned
+    cell with the same graphs and what it adds to a step, us, each formed within a round.
+    """
+    out: dict[str, Any] = {}
+    for name, cell in cells.items():
+        samples = [sample for sample in cell.get("samples", []) if "decode" in sample]
+        if not samples:
+            continue
+        figures: dict[str, Any] = {"step_us": statistics.median(sample["decode"]["step_us"] for sample in samples)}
+        rates = [sample["prefill_tok_s"] for sample in samples if "prefill_tok_s" in sample]
+        if rates:
+            figures["prefill_tok_s"] = statistics.median(rates)
+        base = f"pinned-{next(part for part in name.split('-') if part in GRAPH_ARGS)}"
+        if name != base:
+            method = timing.Method(**samples[-1]["method"])
+            figures |= timing.compare(cells[base]["samples"], samples, method)
+            figures["base"] = base
+        out[name] = figures
+    return out
 
 
 OUTCOMES = {0: "holds", 1: "FAILS", 2: "usage error", 3: "inconclusive", 4: "environment or server fault"}
@@ -101,21 +128,38 @@ def read_steps(out: Path) -> tuple[list[dict[str, str]], dict[str, str]]:
     return records, output
 
 
+def cells_of(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return the records of the cells in `folder`, by name."""
+    return {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+
+
+def write(path: Path, figures: dict[str, Any]) -> None:
+    """Write the figures as JSON."""
+    path.write_text(json.dumps(figures, indent=1) + "\n")
+
+
 def main(argv: list[str] | None = None) -> int:
     """Return 0 once the summary is written; with --steps the exit code of the run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cells", type=Path, nargs="?")
     parser.add_argument("out", type=Path, nargs="?")
     parser.add_argument("--steps", type=Path, metavar="OUT", help="folder of a run of run_all.sh")
+    parser.add_argument("--speeds", nargs="+", metavar="NAME=OUT", help="folders of runs of ple_nvme.py")
     args = parser.parse_args(argv)
     if args.steps:
         text, code = steps_table(*read_steps(args.steps))
         print(text, end="")
         return code
+    if args.speeds:
+        *runs, out = args.speeds
+        if not runs or any("=" not in run for run in runs):
+            parser.error("give --speeds NAME=OUT ... SUMMARY.json")
+        folders = {name: Path(folder) for name, folder in (run.split("=", 1) for run in runs)}
+        write(Path(out), {name: speeds(cells_of(folder)) for name, folder in folders.items()})
+        return 0
     if args.out is None:
         parser.error("give OUT/cells and SUMMARY.json, or --steps OUT")
-    cells = {path.stem: json.loads(path.read_text()) for path in sorted(args.cells.glob("*.json"))}
-    args.out.write_text(json.dumps(summary(cells), indent=1) + "\n")
+    write(args.out, summary(cells_of(args.cells)))
     return 0
 
 

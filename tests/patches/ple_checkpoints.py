@@ -78,6 +78,7 @@ def loaded(directory: Path, *flags: str) -> Iterator[Any]:
         text.ple_offload_embedding = bool(offload.ple_offload_embedding)
         text.ple_offload_backend = offload.ple_offload_backend
         text.ple_offload_reader = getattr(offload, "ple_offload_reader", "auto")
+        text.ple_offload_graph_sync = getattr(offload, "ple_offload_graph_sync", "gate")
         text.ple_offload_dir = offload.ple_offload_dir
         model = active.build_model()
         model.load_weights(tensors(directory))

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu.summarise import summary
+from tests.gpu.summarise import main, summary
 
 RUN = Path(__file__).parents[2] / "results" / "h200_20261129"
+SPEEDS = RUN.with_name("h200_20261130b")
 
 
 def test_the_committed_summary_follows_from_the_raw_answers() -> None:
@@ -26,3 +27,17 @@ def test_the_committed_summary_follows_from_the_raw_answers() -> None:
             )
     ratio = made["ratios"]["nvme-full_over_full-pinned"]
     assert ratio == pytest.approx(committed["ratios"]["nvme_full_over_pinned_full"])
+
+
+def test_the_committed_speeds_follow_from_the_raw_samples(tmp_path: Path) -> None:
+    committed = json.loads((SPEEDS / "ple_nvme_speeds.json").read_text())
+    runs = []
+    for name in committed:
+        folder = tmp_path / name
+        folder.mkdir()
+        for cell, record in json.loads(gzip.decompress((SPEEDS / f"ple_nvme_{name}.json.gz").read_bytes())).items():
+            (folder / f"{cell}.json").write_text(json.dumps(record))
+        runs.append(f"{name}={folder}")
+    assert main(["--speeds", *runs, str(tmp_path / "made.json")]) == 0
+    assert json.loads((tmp_path / "made.json").read_text()) == committed
+    assert committed["short_step"]["nvme-cold-full-auto"]["base"] == "pinned-full"
