@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from q4kit.errors import EnvironmentFault, ServerError
-from q4kit.server.launch import PortTakenError
+from q4kit.server.launch import HANG_MARK, PortTakenError
 
 _ERROR = re.compile(r"(?:^|[\s:\]])((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt)(?:\[\w+\])?: ?.*\S)\s*$")
 _USAGE = re.compile(r"(?:^|\s)(error: .*\S)\s*$")
@@ -69,9 +69,10 @@ def boot_failure(name: str, error: ServerError, log: str, sharing: int) -> str:
         name: of its log.
         sharing: servers on its GPU, itself included.
     """
-    what, last = _LOG_NAME.sub("", str(error).splitlines()[0]), last_error(log)
+    what, last = _LOG_NAME.sub("", str(error).splitlines()[0]), last_error(log.partition(HANG_MARK)[0])
     if what.startswith("the server was not healthy after"):
-        raise _machine(name, what, last, "a busy or slow machine: --timeout longer, --jobs fewer") from error
+        remedy = "its log ends with what it was doing; a busy or slow machine: --timeout longer, --jobs fewer"
+        raise _machine(name, what, last, remedy) from error
     if isinstance(error, PortTakenError):
         raise _machine(name, what, last, "other programs take the ports: end them") from error
     if what.startswith("cannot start"):

@@ -22,6 +22,7 @@ from typing import Literal, Self
 import requests
 
 from q4kit.errors import ServerError, UsageError
+from q4kit.server import processes
 from q4kit.server.client import authorization
 
 Device = Literal["cpu", "cuda"]
@@ -34,6 +35,8 @@ CPU_ENV: Mapping[str, str] = {
     "CUDA_VISIBLE_DEVICES": "",  # the same behaviour on a machine that has a GPU
 }
 OFFLINE_ENV: Mapping[str, str] = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+TOLD_ENV: Mapping[str, str] = {"PYTHONFAULTHANDLER": "1"}
+"""Where the shell does not set it otherwise: a crash, or a hang that `launch` ends, writes its stacks to the log."""
 FLOAT32_ENV: Mapping[str, str] = {"SGLANG_MAMBA_CONV_DTYPE": "float32", "SGLANG_MAMBA_SSM_DTYPE": "float32"}
 """Gated-delta-net states in fp32; without them an fp32 server keeps them in bf16."""
 CPU_FLAGS: Mapping[str, str | None] = {
@@ -53,6 +56,10 @@ _TERM_GRACE_S = 10.0
 _KILL_GRACE_S = 10.0
 _PORT_ATTEMPTS = 4
 _TAIL_LINES = 40
+_DUMP_S = 3.0
+_DUMP_LINES = 400
+HANG_MARK = "q4kit: not healthy in time; the server's processes, then their Python stacks:"
+"""The line of a log from which on `launch` had the server say where it hangs."""
 _PORT_TAKEN = re.compile(
     r"address already in use|EADDRINUSE|port \d+ is (?:already in use|not available|occupied)", re.IGNORECASE
 )
@@ -138,7 +145,7 @@ class ServerProcess:
         deadline = time.monotonic() + seconds
         while True:
             self._process.poll()  # reap, so that the leader does not count as a member
-            if not _group_members(self.pid):
+            if not processes.members(self.pid):
                 return True
             if time.monotonic() >= deadline:
                 return False
@@ -179,7 +186,8 @@ def launch(
     "auto" would make it fp16). The log is written to `log_path` and kept. A port that somebody else takes in
     between is retried on another one.
 
-    Raises ServerError with the end of the log if the server dies or is not healthy after `timeout_s` seconds.
+    Raises ServerError with the end of the log if the server dies or is not healthy after `timeout_s` seconds; in the
+    second case the log says where it hangs (HANG_MARK).
     """
     model, log = Path(model_path), Path(log_path)
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -241,7 +249,7 @@ def _environment(
     env: Mapping[str, str],
 ) -> tuple[dict[str, str], list[str]]:
     """Return the environment and the flags of the server process."""
-    environment = {**os.environ, **OFFLINE_ENV}
+    environment = {**TOLD_ENV, **os.environ, **OFFLINE_ENV}
     # An environment that is not activated: its ninja builds what SGLang compiles at first use.
     environment["PATH"] = os.pathsep.join([str(Path(python).parent), *filter(None, [environment.get("PATH")])])
     flags: list[str] = []
@@ -301,7 +309,8 @@ def _free_port() -> int:
 def _spawn(command: Sequence[str], environment: Mapping[str, str], port: int, log: Path) -> ServerProcess:
     """Start the server in its own process group, its output going to `log`."""
     try:
-        with log.open("wb") as output:
+        log.write_bytes(b"")
+        with log.open("ab") as output:  # appending: what `_explain` adds is not written over
             process = subprocess.Popen(
                 command,
                 env=environment,
@@ -333,21 +342,35 @@ def _wait_healthy(
                 raise _failure(server, f"the port was taken: {server.base_url} serves {served}, not {model}", True)
         now = time.monotonic()
         if now >= deadline:
-            raise _failure(server, f"the server was not healthy after {timeout_s:.0f} s")
+            raise _failure(server, f"the server was not healthy after {timeout_s:.0f} s", end=_explain(server))
         if progress is not None and now - reported >= 1.0:
             reported = now
             progress(now - started, _tail(server.log_path, 1))
         time.sleep(_POLL_S)
 
 
-def _failure(server: ServerProcess, what: str, port_taken: bool = False) -> ServerError:
-    """Return the error to raise, with the end of the log."""
+def _explain(server: ServerProcess) -> str:
+    """Have a server that hangs write to its log where, which ends its Python processes; return the log's end."""
+    tail = server.log_tail()
+    note = "\n".join([HANG_MARK, *map(processes.describe, processes.members(server.pid))])
+    with contextlib.suppress(OSError), server.log_path.open("a", encoding="utf-8") as log:
+        log.write(f"\n{note}\n")
+    written = len(_read(server.log_path))
+    processes.dump_stacks(server.pid, _DUMP_S)
+    stacks = _read(server.log_path)[written:].splitlines()
+    if len(stacks) > _DUMP_LINES:
+        stacks[_DUMP_LINES:] = [f"(its log has {len(stacks) - _DUMP_LINES} more lines)"]
+    return "\n".join([tail, note, *stacks])
+
+
+def _failure(server: ServerProcess, what: str, port_taken: bool = False, end: str | None = None) -> ServerError:
+    """Return the error to raise, with the end of the log (`end` where the caller has it)."""
     kind = PortTakenError if port_taken or _PORT_TAKEN.search(_read(server.log_path)) else ServerError
     shown = " ".join(server.command)
     if server.api_key:
         shown = shown.replace(server.api_key, "KEY")
     return kind(
-        f"{what} (log: {server.log_path})\n{server.log_tail()}",
+        f"{what} (log: {server.log_path})\n{server.log_tail() if end is None else end}",
         remedy=f"the lines above are the end of its log; the command was: {shown}",
     )
 
@@ -385,20 +408,6 @@ def _read(path: Path) -> str:
 
 def _tail(path: Path, lines: int) -> str:
     return "\n".join(_read(path).splitlines()[-lines:])
-
-
-def _group_members(group: int) -> list[int]:
-    """Return the living (not zombie) processes of a process group, from /proc."""
-    members = []
-    for entry in os.scandir("/proc"):
-        if not entry.name.isdigit():
-            continue
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            stat = Path(entry.path, "stat").read_text(encoding="utf-8", errors="replace")
-            state, _parent, member_of = stat.rsplit(")", 1)[1].split()[:3]
-            if int(member_of) == group and state not in ("Z", "X"):
-                members.append(int(entry.name))
-    return members
 
 
 def _signal_group(group: int, number: signal.Signals) -> None:

@@ -17,7 +17,8 @@ from serving import ROOT, cached_model
 
 from q4kit import smoke
 from q4kit.server.client import Client
-from q4kit.server.launch import _free_port, _group_members
+from q4kit.server.launch import _free_port
+from q4kit.server.processes import members
 from q4kit.tinymodel import PRESETS
 
 
@@ -93,10 +94,10 @@ def test_garbage_collection_is_frozen_before_it_is_ready(serving: Serving) -> No
 def test_sigterm_ends_it_in_order_and_leaves_no_process(serving: Serving) -> None:
     """Defined last of those that share the server: it ends it."""
     server = serving.server_pid()
-    assert len(_group_members(server)) >= 3  # server, scheduler, detokenizer
+    assert len(members(server)) >= 3  # server, scheduler, detokenizer
     serving.process.send_signal(signal.SIGTERM)
     assert serving.process.wait(timeout=120) == 0
-    assert _group_members(server) == []
+    assert members(server) == []
     assert "no process of the server is left" in serving.text()
     assert "crashed" not in (serving.run_dir / "server.log").read_text()
 
@@ -107,5 +108,5 @@ def test_a_server_that_dies_ends_serve_with_its_code(tmp_path: Path) -> None:
     server = running.server_pid()
     os.kill(server, signal.SIGKILL)
     assert running.process.wait(timeout=120) == 128 + signal.SIGKILL
-    assert _group_members(server) == []
+    assert members(server) == []
     assert "ended by itself with status -9" in running.text()

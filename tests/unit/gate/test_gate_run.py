@@ -123,7 +123,7 @@ def test_a_server_that_fails_by_itself_is_recorded_with_how_it_ended(gate: Scrip
 @pytest.mark.parametrize(
     ("script", "message", "remedy"),
     [
-        ("echo loading; exec sleep 60", r"prefix-0000: the server was not healthy after 1 s; .*: loading", "--timeout"),
+        ("echo loading; exec sleep 60", r"prefix-0000: the server was not healthy after 1 s;.*: loading$", "--timeout"),
         ("kill -9 $$", r"prefix-0000: the server exited with status -9", "dmesg"),
         ("kill -TERM $$", r"exited with status -15", "outside killed it"),
         (f"echo '{CHILD.format(-9)}'; exit 1", r"exited with status 1 .*; .*scheduler died", "dmesg"),

@@ -1,9 +1,10 @@
 """Stands where `python -m sglang.launch_server` would: a real process, socket and child, no model.
 
 `FAKE_MODE`: serve, die (after printing a reason), hang (503 for ever), silent (never binds), stubborn (serve;
-neither it nor its child heeds SIGTERM). `FAKE_STATE` names a file that gets pids, arguments and environment. With
-`--api-key` it answers nobody without the key but /health, as SGLang; `FAKE_STATE`.seen gets path and Authorization of
-every request.
+neither it nor its child heeds SIGTERM), stuck (not a word, nor from its children; `FAKE_ABORT`: it ignores SIGABRT, or
+notes in `FAKE_STATE`.aborted the core limit that it finds and carries on). `FAKE_STATE` names a file that gets pids,
+arguments and environment. With `--api-key` it answers nobody without the key but /health, as SGLang; `FAKE_STATE`.seen
+gets path and Authorization of every request.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import http.server
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -31,6 +33,25 @@ def wanted_authorization() -> str | None:
     return f"Bearer {argument('--api-key')}" if "--api-key" in sys.argv else None
 
 
+def wait_for_a_lock_that_never_comes() -> None:
+    """Hang where a stack can show it."""
+    time.sleep(600)
+
+
+def note_core_limit(_number: int, _frame: object) -> None:
+    """Handle SIGABRT and live on."""
+    Path(os.environ["FAKE_STATE"] + ".aborted").write_text(json.dumps(resource.getrlimit(resource.RLIMIT_CORE)))
+
+
+STUCK_CHILD = """
+import subprocess, time
+def child_waits_for_its_parent():
+    time.sleep(600)
+subprocess.Popen(["sleep", "600"])
+child_waits_for_its_parent()
+"""
+
+
 def main() -> int:
     """Behave as FAKE_MODE says."""
     mode = os.environ["FAKE_MODE"]
@@ -38,10 +59,16 @@ def main() -> int:
     if mode == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         child_code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+    if mode == "stuck":
+        child_code = STUCK_CHILD
+        if abort := os.environ.get("FAKE_ABORT"):
+            signal.signal(signal.SIGABRT, signal.SIG_IGN if abort == "ignore" else note_core_limit)
     child = subprocess.Popen([sys.executable, "-c", child_code])
     state = {"pid": os.getpid(), "child": child.pid, "argv": sys.argv[1:], "env": dict(os.environ)}
     with Path(os.environ["FAKE_STATE"]).open("a", encoding="utf-8") as file:
         file.write(json.dumps(state) + "\n")
+    if mode == "stuck":
+        wait_for_a_lock_that_never_comes()
     print("fake server starts", flush=True)
     if mode == "die":
         time.sleep(0.3)

@@ -7,6 +7,8 @@ from __future__ import annotations
 import http.server
 import json
 import os
+import re
+import resource
 import signal
 import socket
 import subprocess
@@ -21,9 +23,10 @@ import pytest
 
 from q4kit.errors import ServerError, UsageError
 from q4kit.server import launch as launch_module
-from q4kit.server.launch import ServerProcess, launch
+from q4kit.server.launch import HANG_MARK, ServerProcess, launch
 
 FAKE = Path(__file__).parent / "fake_server.py"
+VARIABLE = "PYTHONFAULTHANDLER"
 
 
 @pytest.fixture
@@ -112,6 +115,97 @@ def test_hanging_server_is_ended_after_the_timeout(start: Any, tmp_path: Path) -
     (state,) = states(tmp_path)
     assert not running(state["pid"])
     assert not running(state["child"])
+
+
+@pytest.fixture
+def cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Return the working folder of a test whose processes may write core files of any size."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_CORE)
+    resource.setrlimit(resource.RLIMIT_CORE, (hard, hard))
+    folder = tmp_path / "cwd"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    yield folder
+    resource.setrlimit(resource.RLIMIT_CORE, (soft, hard))
+
+
+def test_a_server_that_hangs_without_a_word_says_where(start: Any, tmp_path: Path, cores: Path) -> None:
+    with pytest.raises(ServerError, match="not healthy after 3 s") as caught:
+        start("stuck", timeout_s=3)
+    text, log = str(caught.value), (tmp_path / "log").read_text()
+    (state,) = states(tmp_path)
+    assert HANG_MARK in text
+    assert text.endswith(log.strip())  # the log was empty, and nothing of what was added is lost
+    for pid, function in ((state["pid"], "wait_for_a_lock_that_never_comes"), (state["child"], "child_waits_for_its")):
+        (line,) = re.findall(rf"^pid {pid}: .*", text, re.MULTILINE)
+        assert re.match(rf"pid {pid}: state S, cpu \d+\.\d s, threads 1, wchan \S+: \S*python\S* ", line), line
+        assert text.count(f" in {function}") == 1
+        assert not running(pid)
+    assert re.search(r"^pid \d+: state S, .*, no faulthandler: sleep 600$", text, re.MULTILINE)
+    stacks = text.split("Fatal Python error: Aborted")
+    assert len(stacks) == 3
+    assert "in wait_for_a_lock" in stacks[1]  # whole stacks one after the other, not line by line
+    assert "in child_waits" in stacks[2]
+    assert list(cores.iterdir()) == []
+
+
+def test_a_long_dump_is_cut_in_the_error_and_whole_in_the_log(
+    start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch_module, "_DUMP_LINES", 2)
+    with pytest.raises(ServerError) as caught:
+        start("stuck", timeout_s=2)
+    whole = (tmp_path / "log").read_text().partition("Fatal Python error")[2].splitlines()
+    assert len(whole) > 6
+    assert str(caught.value).splitlines()[-1] == f"(its log has {len(whole) - 2} more lines)"
+
+
+def test_what_the_log_said_comes_before_what_the_processes_do(start: Any, tmp_path: Path) -> None:
+    with pytest.raises(ServerError) as caught:
+        start("hang", timeout_s=2)
+    for text in (str(caught.value), (tmp_path / "log").read_text()):
+        assert 0 <= text.find("fake server starts") < text.find(HANG_MARK) < text.find(" in serve_forever")
+
+
+@pytest.mark.parametrize("abort", ["ignore", "handle"])
+def test_a_server_that_does_not_end_at_sigabrt_is_stopped(start: Any, tmp_path: Path, abort: str, cores: Path) -> None:
+    begun = time.monotonic()
+    with pytest.raises(ServerError) as caught:
+        start("stuck", timeout_s=2, env={"FAKE_ABORT": abort})
+    assert time.monotonic() - begun < 10
+    (state,) = states(tmp_path)
+    (line,) = re.findall(rf"^pid {state['pid']}: .*", str(caught.value), re.MULTILINE)
+    assert ("no faulthandler" in line) == (abort == "ignore")
+    assert " in child_waits_for_its_parent" in str(caught.value)
+    assert not running(state["pid"])
+    assert not running(state["child"])
+    if abort == "handle":  # 1 byte: no core file, and none through a core_pattern that is a pipe
+        soft, hard = json.loads((tmp_path / "state.aborted").read_text())
+        assert (soft, hard) == (0 if hard == 0 else 1, resource.getrlimit(resource.RLIMIT_CORE)[1])
+
+
+def test_a_server_that_serves_or_ends_by_itself_is_asked_nothing(start: Any, tmp_path: Path) -> None:
+    with start("serve") as server:
+        pass
+    assert server.returncode == -signal.SIGTERM
+    assert (tmp_path / "log").read_text().startswith("fake server starts\n127.0.0.1 - - ")
+    with pytest.raises(ServerError) as caught:
+        start("die")
+    for text in (str(caught.value), (tmp_path / "log").read_text()):
+        assert HANG_MARK not in text
+        assert "Fatal Python error" not in text
+
+
+@pytest.mark.parametrize(("shell", "given", "seen"), [(None, {}, "1"), ("", {}, ""), ("", {VARIABLE: "2"}, "2")])
+def test_faulthandler_is_on_where_nobody_says_otherwise(
+    start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shell: str | None, given: dict[str, str], seen: str
+) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    if shell is not None:
+        monkeypatch.setenv(VARIABLE, shell)
+    with start("serve", env=given):
+        (state,) = states(tmp_path)
+    assert state["env"][VARIABLE] == seen
 
 
 def test_group_that_ignores_sigterm_is_killed(start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

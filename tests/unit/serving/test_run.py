@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from q4kit.errors import EnvironmentFault
-from q4kit.server.launch import _group_members
+from q4kit.server.processes import members
 from q4kit.serving.run import StopRequested, _code, _context, exclusive, warm_up
 from tests.fakes.adversary import Adversary, Reply
 
@@ -80,7 +80,7 @@ def test_a_stop_before_health_ends_everything(folder: Path, number: signal.Signa
     output, _ = running.communicate(timeout=60)
     assert running.returncode == 130
     assert f"stopped by signal {number.value} before the server was up" in output
-    assert _group_members(server) == []
+    assert members(server) == []
     assert not (folder / "environment.json").exists()
 
 
@@ -89,7 +89,7 @@ def test_a_server_that_dies_at_start_is_a_fault_with_its_last_words(folder: Path
     output, _ = running.communicate(timeout=60)
     assert running.returncode == 4
     assert "out of unobtainium" in output
-    assert _group_members(group(folder)) == []
+    assert members(group(folder)) == []
 
 
 def test_a_server_without_a_chat_route_is_never_declared_ready(folder: Path) -> None:
@@ -98,7 +98,7 @@ def test_a_server_without_a_chat_route_is_never_declared_ready(folder: Path) -> 
     assert running.returncode == 4
     assert "ready" not in output
     assert "healthy after" in output
-    assert _group_members(group(folder)) == []
+    assert members(group(folder)) == []
 
 
 def test_the_key_of_the_server_is_shown_to_it_from_the_first_request_on(folder: Path) -> None:
