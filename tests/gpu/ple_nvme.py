@@ -71,12 +71,12 @@ class Cell:
     graph: str
     reader: str | None = None
     sync: str | None = None
-    """"wait": the decode graph is launched before its rows are read; None: after (gate)."""
+    """"gate": the decode graph is launched after its rows are read; None: before (wait, the default) where it can."""
     cold: bool = False
 
     @property
     def name(self) -> str:
-        """Its name, such as nvme-wait-cold-full-auto."""
+        """Its name, such as nvme-gate-cold-full-auto."""
         parts = (self.table, self.sync, "cold" if self.cold else None, self.graph, self.reader)
         return "-".join(part for part in parts if part)
 
@@ -92,9 +92,9 @@ class Cell:
 CELLS = (
     Cell("pinned", "full"),
     Cell("nvme", "full", "auto"),
-    Cell("nvme", "full", "auto", sync="wait"),
+    Cell("nvme", "full", "auto", sync="gate"),
     Cell("nvme", "full", "auto", cold=True),
-    Cell("nvme", "full", "auto", sync="wait", cold=True),
+    Cell("nvme", "full", "auto", sync="gate", cold=True),
     Cell("pinned", "breakable"),
     Cell("nvme", "breakable", "auto"),
     Cell("pinned", "eager"),
@@ -102,9 +102,9 @@ CELLS = (
     Cell("nvme", "full", "io_uring"),
     Cell("nvme", "full", "pread"),
     Cell("nvme", "full", "mmap"),
-    Cell("nvme", "full", "io_uring", sync="wait"),
-    Cell("nvme", "full", "pread", sync="wait"),
-    Cell("nvme", "full", "mmap", sync="wait"),
+    Cell("nvme", "full", "io_uring", sync="gate"),
+    Cell("nvme", "full", "pread", sync="gate"),
+    Cell("nvme", "full", "mmap", sync="gate"),
     Cell("nvme", "full", "pread", cold=True),
 )
 RAW = ("scored", "scored_again", "greedy", "greedy_again", "pair", "one_left", "uncached", "full", "samples", "soak")

@@ -107,7 +107,7 @@ def test_another_token_is_unequal_unless_the_server_itself_does_not_repeat() -> 
 def test_names_and_pinned_cells() -> None:
     names = [cell.name for cell in CELLS]
     assert len(names) == len(set(names))
-    assert {"pinned-full", "nvme-full-auto", "nvme-wait-cold-full-auto", "nvme-eager-auto"} <= set(names)
+    assert {"pinned-full", "nvme-full-auto", "nvme-gate-cold-full-auto", "nvme-eager-auto"} <= set(names)
     for position, cell in enumerate(CELLS):
         assert cell.table == "pinned" or cell.base in CELLS[:position]
 
