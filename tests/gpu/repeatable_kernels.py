@@ -4,17 +4,24 @@
 One JSON line a kernel: distinct results of --repeats calls with the same inputs, alone and beside work on a second
 stream. `expected` says what the sources promise: "repeats" must hold and is judged; "may vary" (fused_hc_mix adds with
 fp32 atomics from two rows on, fast_topk collects in the order of arrival from 513 blocks on) is reported. Of fast_topk
-the set must repeat and hold exactly the largest scores, whatever their order.
+the set must repeat and hold exactly the largest scores, whatever their order, where none tie for the last place. What
+tests/gpu/repeatable puts in its place must choose the same set there, repeat with ties, and do so from a CUDA graph.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from tests.gpu.repeatable.sitecustomize import exact_topk
 
 REPEATS = 20
 TOPK = 512
@@ -41,6 +48,81 @@ def missing(got: torch.Tensor, scores: torch.Tensor) -> int:
     """Return how many of the largest scores' indices `got` [rows, TOPK] lacks; -1 in it is padding."""
     want = scores.topk(min(TOPK, scores.shape[1]), dim=1).indices
     return sum(len(set(w) - set(g)) for g, w in zip(got.tolist(), want.tolist(), strict=True))
+
+
+def tied(scores: torch.Tensor) -> torch.Tensor:
+    """Return of each row of scores whether its TOPK-th largest equals the next one: bool [rows]."""
+    if scores.shape[1] <= TOPK:
+        return torch.zeros(len(scores), dtype=torch.bool, device=scores.device)
+    last = scores.topk(TOPK + 1, dim=1).values[:, TOPK - 1 :]
+    return last[:, 0] == last[:, 1]
+
+
+def with_ties(scores: torch.Tensor) -> torch.Tensor:
+    """Return scores of which all but the TOPK // 2 largest of a row are equal."""
+    return scores.clamp_min(scores.topk(TOPK // 2, dim=1).values[:, -1:])
+
+
+def by_definition(scores: torch.Tensor) -> torch.Tensor:
+    """Return the indices of the largest scores, of equal ones the first, ascending and -1 last: int32 [rows, TOPK]."""
+    first = scores.sort(dim=1, descending=True, stable=True).indices[:, :TOPK].sort(dim=1).values
+    return torch.nn.functional.pad(first, (0, TOPK - first.shape[1]), value=-1).int()
+
+
+def ascending(chosen: torch.Tensor) -> torch.Tensor:
+    """Return what a kernel chose, each row in ascending order, padding (-1) last."""
+    last = torch.iinfo(torch.int32).max
+    ordered = torch.where(chosen < 0, last, chosen).sort(dim=1).values
+    return torch.where(ordered == last, -1, ordered).int()
+
+
+def replacement(
+    exact: Callable[[torch.Tensor], torch.Tensor],
+    stock: Callable[[torch.Tensor], torch.Tensor],
+    scores: torch.Tensor,
+    repeats: int,
+    beside: Callable[[], Any] = lambda: None,
+) -> dict[str, Any]:
+    """Return what is counted of `exact`, which replaces `stock`, on `scores` [rows, keys] and on the same with ties.
+
+    unlike_stock: rows in which no score ties for the last place and whose set is another.
+    wrong: rows of either that are not by_definition.
+    tied: rows of those with ties that tie for the last place, all of them where there are more than TOPK.
+    alone, busy: `distinct` with ties.
+    """
+    ties = with_ties(scores)
+    unlike = (exact(scores) != ascending(stock(scores))).any(dim=1) & ~tied(scores)
+    wrong = [(exact(some) != by_definition(some)).any(dim=1).sum() for some in (scores, ties)]
+    return {
+        "unlike_stock": int(unlike.sum()),
+        "wrong": int(sum(wrong)),
+        "tied": int(tied(ties).sum()),
+        "alone": distinct(lambda: exact(ties), repeats),
+        "busy": distinct(lambda: exact(ties), repeats, beside),
+    }
+
+
+def judge_replacement(name: str, rows: int, keys: int, counts: dict[str, Any]) -> dict[str, Any]:
+    """Return the case of a replacement: it fails on any difference, and where its scores did not tie.
+
+    A "graph" among the counts says whether a CUDA graph gave the bits of the call.
+    """
+    good = counts["unlike_stock"] == counts["wrong"] == 0 and counts.get("graph", True)
+    good = good and all(counts[leg]["distinct"] == 1 for leg in ("alone", "busy"))
+    return {"case": name, **counts, "ok": good and counts["tied"] == (rows if keys > TOPK else 0)}
+
+
+def captured(run: Callable[[torch.Tensor], torch.Tensor], scores: torch.Tensor) -> bool:
+    """Return whether a CUDA graph captured on other scores gives, replayed on `scores`, what `run` gives."""
+    given = torch.zeros_like(scores)
+    run(given)  # what a first call sets up is no part of a graph
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run(given)
+    given.copy_(scores)
+    graph.replay()
+    return torch.equal(out, run(scores))
 
 
 def judge(name: str, expected: str, counts: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -91,10 +173,15 @@ def main(argv: list[str] | None = None) -> int:
         def run(scores: Any = scores, lengths: torch.Tensor = lengths) -> torch.Tensor:
             return fast_topk(scores, lengths, topk=TOPK)
 
+        def exact(scores: torch.Tensor, lengths: torch.Tensor = lengths) -> torch.Tensor:
+            return exact_topk(scores, lengths, TOPK)
+
         check(f"fast_topk order keys={keys}", "repeats" if keys <= TOPK else "may vary", run)
         check(f"fast_topk set keys={keys}", "repeats", lambda run=run: run().sort(dim=1).values)
         lacks = missing(run(), scores)
         say({"case": f"fast_topk exact keys={keys}", "missing": lacks, "of": 8 * TOPK, "ok": lacks == 0})
+        counts = replacement(exact, run, scores, args.repeats, other_work) | {"graph": captured(exact, scores)}
+        say(judge_replacement(f"fast_topk replaced keys={keys}", len(scores), keys, counts))
     return 0 if good else 1
 
 

@@ -1,12 +1,13 @@
-"""Make a served Qwen4-Exp repeat its answers bit by bit: two of the pin's kernels sum in a varying order.
+"""Make a served Qwen4-Exp repeat its answers bit by bit, where two of the pin's kernels do not.
 
 Python imports a module of this name at start. With this folder on PYTHONPATH and Q4_REPEATABLE=hc,topk in the
 environment, a server's processes replace, right after the stock module was imported:
 
 * hc: `fused_hc_mix_supported` of sglang.kernels.ops.gemm.hc_mix says no, so that the eager mix runs for up to 16 rows
   too (the fused kernel adds partial sums with fp32 atomics);
-* topk: `fast_topk` of sglang.kernels.ops.attention.fast_topk returns each row in ascending order, padding (-1) last
-  (the kernel fills the row in the order in which its threads arrive; the set is always the same).
+* topk: `fast_topk` of sglang.kernels.ops.attention.fast_topk is `exact_topk` below. The kernel fills a row in the
+  order in which its threads arrive, and of scores that tie for the last places it takes those that arrive first. It is
+  the only kernel that chooses blocks for Qwen4-Exp (block_topk 512), in prefill and decode.
 
 Each replacement is told on stderr. Without the variable nothing happens. The tree that is served stays as it is.
 """
@@ -25,6 +26,8 @@ from typing import Any
 VARIABLE = "Q4_REPEATABLE"
 MARK = "Q4_REPEATABLE replaced"
 """How the line on stderr begins; the name of the function follows."""
+_LOWER = 0xFFFFFFFF
+"""The lower half of 64 bits: more than any column."""
 
 
 def no_fused_mix(module: ModuleType) -> str:
@@ -37,25 +40,55 @@ def no_fused_mix(module: ModuleType) -> str:
     return "fused_hc_mix_supported"
 
 
-def sorted_topk(module: ModuleType) -> str:
-    """Sort what fast_topk returns, int32 [rows, topk]; return the function's name."""
+def exact_topk(score: Any, lengths: Any, topk: int, row_starts: Any = None) -> Any:
+    """Return what fast_topk promises, and the same for the same scores: of equal scores the smaller index is taken.
+
+    No synchronisation, and shapes that depend on shapes alone: a CUDA graph can capture it. It takes about 20 bytes a
+    score for the time of the call, where the kernel takes none.
+
+    Args:
+        score: float32 [rows, keys]; of row b, score[b, row_starts[b] : row_starts[b] + lengths[b]] takes part.
+        lengths: int32 [rows]. A row of at most `topk` scores is 0, 1, ...; its scores are not looked at.
+        row_starts: int32 [rows], None for zeros.
+
+    Returns:
+        int32 [rows, topk], relative to row_starts, ascending, -1 last where a row has fewer scores.
+
+    Raises:
+        TypeError: for scores that are not float32, as the kernel does.
+    """
     import torch
 
-    stock = module.fast_topk
-    last = torch.iinfo(torch.int32).max
+    if score.dtype != torch.float32:
+        raise TypeError(f"score is {score.dtype}, expected torch.float32")
+    width = score.shape[1]
+    lengths = lengths.unsqueeze(1)
+    starts = torch.zeros_like(lengths) if row_starts is None else row_starts.unsqueeze(1)
+    column = torch.arange(width, device=score.device)
+    # One integer a score, no two alike: the score as the kernel orders it (by its bits, so -0.0 before 0.0) in the
+    # upper half, the column in the lower half, the smaller the larger.
+    bits = score.view(torch.int32)
+    key = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
+    key <<= 32
+    key |= _LOWER - column
+    nothing = torch.iinfo(torch.int64).min
+    key.masked_fill_((column < starts) | (column >= starts + lengths), nothing)
+    best = key.topk(min(topk, width), dim=1, sorted=False).values
+    index = torch.where(best == nothing, _LOWER, _LOWER - (best & _LOWER) - starts).sort(dim=1).values
+    index = torch.nn.functional.pad(index.masked_fill(index == _LOWER, -1), (0, topk - index.shape[1]), value=-1)
+    slot = torch.arange(topk, device=score.device)
+    return torch.where(lengths <= topk, torch.where(slot < lengths, slot, -1), index).to(torch.int32)
 
-    def fast_topk(*args: Any, **options: Any) -> Any:
-        chosen = stock(*args, **options)
-        ordered = torch.where(chosen < 0, last, chosen).sort(dim=1).values
-        return torch.where(ordered == last, -1, ordered).to(torch.int32)
 
-    module.fast_topk = fast_topk  # type: ignore[attr-defined]
+def choose_exactly(module: ModuleType) -> str:
+    """Put exact_topk in fast_topk's place; return the function's name."""
+    module.fast_topk = exact_topk  # type: ignore[attr-defined]
     return "fast_topk"
 
 
 REPLACEMENTS: dict[str, tuple[str, Callable[[ModuleType], str]]] = {
     "sglang.kernels.ops.gemm.hc_mix": ("hc", no_fused_mix),
-    "sglang.kernels.ops.attention.fast_topk": ("topk", sorted_topk),
+    "sglang.kernels.ops.attention.fast_topk": ("topk", choose_exactly),
 }
 """Module -> (word that asks for it, what to do once it is imported)."""
 
