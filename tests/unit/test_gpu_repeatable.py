@@ -160,6 +160,7 @@ def test_rows_that_fit_need_no_scores() -> None:
         [0, 1, 2, -1, -1],
         [0, 1, -1, -1, -1],
     ]
+    assert exact_topk(torch.empty(1, 2), int32([4]), 5).tolist() == [[0, 1, 2, 3, -1]]
     assert exact_topk(torch.empty(1, 0), int32([0]), 2).tolist() == [[-1, -1]]
     assert exact_topk(torch.empty(0, 9), int32([]), 2).shape == (0, 2)
 
