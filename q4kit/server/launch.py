@@ -57,7 +57,7 @@ _KILL_GRACE_S = 10.0
 _PORT_ATTEMPTS = 4
 _TAIL_LINES = 40
 _DUMP_S = 3.0
-_DUMP_LINES = 400
+_DUMP_LINES, _DUMP_WIDTH = 400, 300
 HANG_MARK = "q4kit: not healthy in time; the server's processes, then their Python stacks:"
 """The line of a log from which on `launch` had the server say where it hangs."""
 _PORT_TAKEN = re.compile(
@@ -353,14 +353,14 @@ def _explain(server: ServerProcess) -> str:
     """Have a server that hangs write to its log where, which ends its Python processes; return the log's end."""
     tail = server.log_tail()
     note = "\n".join([HANG_MARK, *map(processes.describe, processes.members(server.pid))])
-    with contextlib.suppress(OSError), server.log_path.open("a", encoding="utf-8") as log:
-        log.write(f"\n{note}\n")
+    _append(server.log_path, f"\n{note}\n")
     written = len(_read(server.log_path))
-    processes.dump_stacks(server.pid, _DUMP_S)
-    stacks = _read(server.log_path)[written:].splitlines()
-    if len(stacks) > _DUMP_LINES:
-        stacks[_DUMP_LINES:] = [f"(its log has {len(stacks) - _DUMP_LINES} more lines)"]
-    return "\n".join([tail, note, *stacks])
+    processes.dump_stacks(server.pid, _DUMP_S, lambda pid: _append(server.log_path, f"\nstacks of pid {pid}:\n"))
+    stacks = [line[:_DUMP_WIDTH] for line in _read(server.log_path)[written:].splitlines()]
+    if len(stacks) > _DUMP_LINES:  # the leader's main thread is the last one
+        half = _DUMP_LINES // 2
+        stacks[half:-half] = [f"({len(stacks) - 2 * half} more lines in the log)"]
+    return "\n".join([*filter(None, [tail]), note, *stacks])
 
 
 def _failure(server: ServerProcess, what: str, port_taken: bool = False, end: str | None = None) -> ServerError:
@@ -404,6 +404,11 @@ def _read(path: Path) -> str:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
+
+
+def _append(path: Path, text: str) -> None:
+    with contextlib.suppress(OSError), path.open("a", encoding="utf-8") as log:
+        log.write(text)
 
 
 def _tail(path: Path, lines: int) -> str:

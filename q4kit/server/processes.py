@@ -7,6 +7,7 @@ import os
 import resource
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 _CMDLINE_HEAD = 120
@@ -52,23 +53,26 @@ def handles(pid: int, number: signal.Signals) -> bool:
     return False
 
 
-def dump_stacks(group: int, seconds: float) -> None:
+def dump_stacks(group: int, seconds: float, announce: Callable[[int], None]) -> None:
     """End the group's processes that handle SIGABRT with it: faulthandler writes every thread's stack to their stderr.
 
     One at a time, and the others stopped (SIGSTOP) meanwhile: their stacks would mix, and they would act on its end.
-    They are left stopped. A process without a handler would only die, and is left alone. No core file is written.
+    The leader comes last, since a child may have asked for SIGKILL at its parent's death (SGLang's do). A process
+    without a handler would only die, and is left alone, stopped. No core file is written.
 
     Args:
         group: process group, of processes that the caller ends next.
         seconds: the longest that this may take.
+        announce: called with the pid of each process before it gets the signal.
     """
     deadline = time.monotonic() + seconds
     with contextlib.suppress(ProcessLookupError):
         os.killpg(group, signal.SIGSTOP)
-    for pid in members(group):
+    for pid in sorted(members(group), key=lambda pid: (pid == group, -pid)):
         if handles(pid, signal.SIGABRT):
             with contextlib.suppress(OSError):  # gone, or not ours to limit: then it gets no SIGABRT either
                 _no_core(pid)
+                announce(pid)
                 os.kill(pid, signal.SIGABRT)
                 os.kill(pid, signal.SIGCONT)
                 _wait_gone(pid, min(deadline, time.monotonic() + _ONE_S))

@@ -12,10 +12,13 @@ from typing import Any
 
 import pytest
 
+from q4kit.errors import ServerError
+from q4kit.server.launch import HANG_MARK
 from tests.gpu import matrix
 from tests.gpu.cells import CELLS, Cell, uncovered_pairs
 from tests.gpu.inputs import fingerprint, with_modules
-from tests.gpu.matrix import COLUMNS, Run, bits_fault, parse, table, update_fault
+from tests.gpu.matrix import COLUMNS, Run, bits_fault, failure, parse, table, update_fault
+from tests.gpu.wave import Seat
 
 
 def test_every_pair_of_settings_is_served_by_a_patched_cell() -> None:
@@ -264,3 +267,12 @@ def test_by_bits_a_cell_without_its_twin_is_not_known_and_the_floor_is_held(stan
     assert unknown == ["half-full-pinned: full-pinned did not serve, so no bits compared"]
     run.results["full-pinned"] = served(-2.0, -2.0)
     assert "half-full-pinned: 1 of 2 logprobs are not full-pinned's bits" in run.judge()[0][0]
+
+
+def test_the_record_of_a_server_that_hung_says_so_and_holds_its_stacks() -> None:
+    hung = f"the server was not healthy after 400 s (log: x)\n{HANG_MARK}\npid 1: state S\n  File 'PipeError.py'\n"
+    record = failure(Seat(None, None), ServerError(hung + "Extension modules: " + "x" * 9000))
+    assert record["error"] == "the server was not healthy after 400 s (log: x)"
+    assert f"{HANG_MARK}\npid 1: state S\n" in record["full"]
+    spoken = f"the server was not healthy after 400 s (log: x)\nValueError: no\nwaiting\n{HANG_MARK}\npid 1: state S"
+    assert failure(Seat(None, None), ServerError(spoken))["error"] == "ValueError: no"

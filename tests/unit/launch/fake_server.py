@@ -44,7 +44,8 @@ def note_core_limit(_number: int, _frame: object) -> None:
 
 
 STUCK_CHILD = """
-import subprocess, time
+import ctypes, subprocess, time
+ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL: as SGLang's children
 def child_waits_for_its_parent():
     time.sleep(600)
 subprocess.Popen(["sleep", "600"])
@@ -63,6 +64,8 @@ def main() -> int:
         child_code = STUCK_CHILD
         if abort := os.environ.get("FAKE_ABORT"):
             signal.signal(signal.SIGABRT, signal.SIG_IGN if abort == "ignore" else note_core_limit)
+        else:
+            signal.signal(signal.SIGCHLD, lambda *_: os._exit(1))  # as SGLang ends when its scheduler did
     child = subprocess.Popen([sys.executable, "-c", child_code])
     state = {"pid": os.getpid(), "child": child.pid, "argv": sys.argv[1:], "env": dict(os.environ)}
     with Path(os.environ["FAKE_STATE"]).open("a", encoding="utf-8") as file:
