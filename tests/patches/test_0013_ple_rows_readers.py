@@ -7,6 +7,7 @@ single rows from storage.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import re
 import threading
@@ -64,6 +65,31 @@ def test_bytes_equal_safetensors(checkpoint: tuple[Path, np.ndarray], name: str)
         kit.drop_cache(reader)
         assert (kit.read(reader, edges(len(table))) == truth[edges(len(table))]).all()
         assert (kit.read(reader, np.arange(len(table))) == truth).all()
+
+
+@pytest.mark.parametrize("warm", [1, 2, 3])
+def test_large_batches_of_which_a_part_is_resident(checkpoint: tuple[Path, np.ndarray], warm: int) -> None:
+    """Blocks are copied on several threads and leave what is missing to the disk, each row once."""
+    folder, table = checkpoint
+    source = kit.api().open_source(str(folder))
+    rng = np.random.default_rng(9)
+    with kit.READERS["auto"](source) as reader:
+        kit.drop_cache(reader)
+        with open(source.files[-1].path, "rb") as stream, contextlib.suppress(BlockingIOError):
+            os.preadv(stream.fileno(), [bytearray(1)], 0, os.RWF_NOWAIT)
+            pytest.skip("files in the temporary folder do not leave the page cache")
+        for file in source.files[:warm]:  # whole files: the kernel reads ahead within one as it likes
+            Path(file.path).read_bytes()
+        for count in (257, 1024, 1025, 10_000):
+            ids = rng.permutation(len(table))[:count]
+            before = dataclasses.replace(reader.stats)
+            assert (kit.read(reader, ids) == table[ids]).all(), count
+            resident = reader.stats.resident_rows - before.resident_rows
+            assert reader.stats.unique_rows - before.unique_rows == count
+            if warm == len(source.files):
+                assert resident == count
+            elif reader.info()["direct"]:  # else what was read is resident from then on
+                assert 0 < resident < count
 
 
 @pytest.mark.parametrize("name", READERS)
