@@ -26,7 +26,9 @@ def open_table(path: Path, prefix: str | None = None) -> Any:
     try:
         return rows.open_source(str(path), prefix=prefix)
     except rows.PleTableError as error:
-        raise UsageError(str(error), remedy="check the path; `inspect` describes what is there") from error
+        several = prefix is None and "several n-gram tables" in str(error)
+        remedy = "name one of them: --prefix NAME" if several else "check the path; `inspect` describes what is there"
+        raise UsageError(str(error), remedy=remedy) from error
 
 
 def bench(
@@ -130,7 +132,7 @@ def export(path: Path, folder: Path, prefix: str | None, *, force: bool, progres
 
 def verify(path: Path, other: Path | None, prefix: str | None, progress: flat.Progress) -> tuple[Report, bool]:
     """Check a flat table against its stored checksums, or two tables against each other."""
-    source = open_table(path, prefix if other is None else None)
+    source = open_table(path, prefix)
     if other is None:
         if source.kind != "flat":
             raise UsageError(

@@ -11,6 +11,7 @@ import pytest
 from q4kit import exit_codes
 from q4kit.errors import EnvironmentFault
 from q4kit.ple import patched
+from q4kit.tinymodel import PRESETS, generate
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -52,3 +53,27 @@ def test_a_fault_inside_the_reader_is_not_blamed_on_the_series(monkeypatch: pyte
     monkeypatch.setattr(patched.importlib, "import_module", broken)
     with pytest.raises(ModuleNotFoundError, match="msgspec"):
         patched.rows_module()
+
+
+def test_one_of_several_tables_is_named(tmp_path: Path) -> None:
+    """The real reader and a checkpoint with two tables: the error says how to choose, and each command can."""
+    try:
+        patched.rows_module()
+    except EnvironmentFault as fault:
+        pytest.skip(str(fault))
+    model, flat = tmp_path / "model", tmp_path / "flat"
+    generate(model, PRESETS["mini"])
+    for args in (["inspect", model], ["export", model, flat], ["verify", model, flat]):
+        done = tool("ple_table.py", *map(str, args))
+        assert done.returncode == exit_codes.USAGE
+        assert "several n-gram tables" in done.stderr
+        assert "--prefix NAME" in done.stderr
+    one, other = done.stderr.splitlines()[0].split("choose one: ")[1].split(", ")
+    assert tool("ple_table.py", "inspect", str(model), "--prefix", other).returncode == 0
+    assert tool("ple_table.py", "export", str(model), str(flat), "--prefix", one).returncode == 0
+    for pair in ([model, flat], [flat, model]):
+        assert tool("ple_table.py", "verify", *map(str, pair), "--prefix", one).returncode == 0
+        assert tool("ple_table.py", "verify", *map(str, pair), "--prefix", other).returncode == exit_codes.NEGATIVE
+    wrong = tool("ple_table.py", "inspect", str(model), "--prefix", "elsewhere")
+    assert wrong.returncode == exit_codes.USAGE
+    assert one in wrong.stderr
