@@ -59,6 +59,20 @@ def test_truncated_while_open(tmp_path: Path, name: str, count: int) -> None:
             assert str(error.offset) in str(error)
 
 
+def test_truncated_while_threads_copy(tmp_path: Path) -> None:
+    """What is beyond the cut faults in several threads at once; each finds its own way out."""
+    table = kit.random_rows(200_000, ROW_BYTES, seed=8)
+    data = kit.write_flat(tmp_path, table)
+    source = kit.api().open_source(str(tmp_path))
+    ids = np.random.default_rng(8).permutation(len(table))
+    with kit.api().open_row_reader(source, options=kit.api().RowReaderOptions(threads=8)) as reader:
+        assert (kit.read(reader, ids) == table[ids]).all()
+        os.truncate(data, data.stat().st_size - 16 * 4096)
+        for _ in range(5):
+            reader.release_resident()
+            assert failure(reader, ids).filename == str(data)
+
+
 @pytest.mark.parametrize("name", READERS)
 def test_truncated_within_the_page_of_a_row(tmp_path: Path, name: str) -> None:
     """A mapping shows zeros there instead of a fault: the case that only the size tells."""

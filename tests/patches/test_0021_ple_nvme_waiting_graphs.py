@@ -201,6 +201,96 @@ def test_an_exception_of_the_recovery_releases_the_graph(model: Any, monkeypatch
     assert not device.result(1).any()
 
 
+def test_rows_that_nobody_could_recover_are_zeros(model: Any) -> None:
+    embedding, graphs = waiting(model, 1)
+    device = Device(graphs)
+    good = random_ids(embedding, 1, 1)
+    bad = good.clone()
+    bad[0, 0] = embedding.org_vocab_size
+    for step, ids in ((1, good), (2, bad)):
+        graphs.push(step, 1, torch.arange(1))
+        device.launch(step, 1, ids)
+    assert device.result(1).any()
+    assert not device.result(2).any(), "rows of the step before"
+
+
+def test_two_steps_ahead_the_older_one_fails(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    embedding, graphs = waiting(model, 1)
+    device = Device(graphs)
+    good = random_ids(embedding, 1, 1)
+    bad = good.clone()
+    bad[0, 0] = embedding.org_vocab_size
+    graphs.push(1, 1, torch.arange(1))
+    graphs.push(2, 1, torch.arange(1))
+    device.launch(1, 1, bad)
+    device.launch(2, 1, good)
+    assert "outside the table" in graphs.take_failures(1)[0]
+    assert graphs.take_failures(2) == {}
+    assert torch.equal(device.result(2), stored(embedding, good))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_recovery_that_fails_ends_the_scheduler(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graph goes on with whatever is in its buffer: nothing of that may be served."""
+    embedding, graphs = waiting(model, 1)
+    device = Device(graphs)
+
+    def out_of_memory(step: int) -> None:
+        raise MemoryError(step)
+
+    monkeypatch.setattr(graphs._server, "_recover", out_of_memory)
+    ids = random_ids(embedding, 1, 1)
+    ids[0, 0] = embedding.org_vocab_size
+    graphs.push(1, 1, torch.arange(1))
+    device.launch(1, 1, ids)
+    device.result(1)
+    with pytest.raises(RuntimeError, match="rows of a decode step are lost"):
+        graphs.take_failures(1)
+
+
+def test_a_change_of_metadata_is_noted_once(model: Any) -> None:
+    """A chmod moves ctime, as replacing the file does; afterwards reads are native again."""
+    embedding, graphs = waiting(model, 1)
+    device = Device(graphs)
+    for file in embedding.reader.source.files:
+        os.chmod(file.path, 0o600)
+    native = []
+    for step in range(1, 6):
+        graphs.push(step, 1, torch.arange(1))
+        device.launch(step, 1, random_ids(embedding, 1, step))
+        assert graphs.take_failures(step) == {}
+        native.append(graphs.stats()["batches"])
+    assert native[-1] >= 3, f"steps that needed no recovery, after each step: {native}"
+
+
+def test_a_link_pointed_elsewhere_is_noticed(folder: Path) -> None:
+    """Neither the open file nor its metadata change then: only a look at the path tells."""
+    for path in sorted(folder.glob("*.safetensors")):
+        real = path.with_suffix(".real")
+        path.rename(real)
+        path.symlink_to(real)
+    with loaded(folder, "--ple-offload-backend", "nvme") as model:
+        embedding, graphs = waiting(model, 1)
+        device = Device(graphs)
+        shard = Path(embedding.reader.source.files[0].path)
+        copy = shard.with_suffix(".copy")
+        copy.write_bytes(shard.read_bytes())
+        link = shard.with_suffix(".link")
+        link.symlink_to(copy)
+        link.replace(shard)
+        failed: dict[int, str] = {}
+        step = 0
+        deadline = time.monotonic() + 30
+        while not failed and time.monotonic() < deadline:
+            step += 1
+            graphs.push(step, 1, torch.arange(1))
+            device.launch(step, 1, random_ids(embedding, 1, step))
+            failed = graphs.take_failures(step)
+            time.sleep(0.05)
+        graphs.close()
+    assert "replaced while it was open" in failed[0]
+
+
 def test_a_replaced_shard_is_noticed_without_a_failed_read(
     model: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -235,6 +325,17 @@ def test_closing_gives_up_a_graph_that_never_asks(model: Any) -> None:
     flags.fill_(1)
     time.sleep(0.1)
     assert flags.eq(1).all(), "a flag was taken back after the server had been closed"
+
+
+def test_a_graph_that_comes_after_the_close_does_not_hang(model: Any) -> None:
+    embedding, graphs = waiting(model, 1, 2)
+    graphs.push(1, 1, torch.arange(1))
+    graphs.push(2, 2, torch.arange(2))
+    graphs._server.close()
+    device = Device(graphs)
+    for step, tokens in ((1, 1), (2, 2)):
+        device.launch(step, tokens, random_ids(embedding, tokens, step))
+        device.result(step)
 
 
 def test_closing_answers_what_was_launched(model: Any) -> None:
@@ -285,7 +386,7 @@ def test_the_recovery_survives_whatever_a_check_raises(model: Any, monkeypatch: 
         called.set()
         raise IndexError("a reader that was closed")
 
-    monkeypatch.setattr(graphs._reader, "_check_paths", broken)
+    monkeypatch.setattr(graphs._reader, "_check_file", lambda index: broken())
     assert called.wait(10)
     ids = random_ids(embedding, 1, 1)
     ids[0, 0] = embedding.org_vocab_size
@@ -310,9 +411,19 @@ def test_storage_that_does_not_answer_ends_in_an_error_and_no_hang(model: Any, m
     monkeypatch.setattr(server, "_LONGEST_WAIT_S", 0.5)
     embedding, graphs = waiting(model, 1)
     graphs.push(1, 1, torch.arange(1))  # and no graph that asks: no answer either
-    with pytest.raises(RuntimeError, match="has not answered a decode step for") as raised:
-        graphs.take_failures(1)
-    assert embedding.reader.source.name in str(raised.value)
+    errors: list[str] = []
+
+    def wait() -> None:
+        try:
+            graphs.take_failures(1)
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    waits = threading.Thread(target=wait, daemon=True)
+    waits.start()
+    waits.join(20)
+    assert ["has not answered a decode step for" in error for error in errors] == [True]
+    assert embedding.reader.source.name in errors[0]
 
 
 def test_graphs_do_not_queue_behind_a_prefill_chunk(model: Any) -> None:
@@ -370,6 +481,89 @@ def test_a_graph_asks_before_the_layer_in_front_and_waits_right_before_the_rows(
         recorded.clear()
         module(batch, None)  # the first layer of a model: nothing in front published the ids
         assert recorded[0] == ("cuStreamWriteValue64", shared.ids_ready, 1)
+
+
+def test_the_flags_frame_the_copies(model: Any, recorded: list[tuple[Any, ...]]) -> None:
+    """Ids are there before their flag is; rows are taken after it was waited for, and before the next ids."""
+    embedding, graphs = waiting(model, 2)
+    shared = graphs[2]
+    rows = shared.rows
+
+    class Spy:
+        def copy_(self, ids: torch.Tensor, non_blocking: bool) -> None:
+            recorded.append(("ids", non_blocking))
+
+        def to(self, device: torch.device, non_blocking: bool) -> torch.Tensor:
+            recorded.append(("rows", non_blocking))
+            return rows.to(device)
+
+    shared.ids = shared.rows = Spy()
+    shared.record_ids(torch.zeros((2, HEADS), dtype=torch.long))
+    embedding.waiting_graph_values(2)
+    assert recorded == [
+        ("ids", True),
+        ("cuStreamWriteValue64", shared.ids_ready, 1),
+        ("cuStreamWaitValue64", shared.rows_ready, 1),
+        ("cuStreamWriteValue64", shared.rows_ready, 0),
+        ("rows", True),
+    ]
+
+
+def test_all_sizes_share_a_thread_and_each_keeps_its_memory(model: Any) -> None:
+    """A graph that was captured holds the addresses for ever."""
+    _, graphs = waiting(model, 1)
+    server, flags, rows = graphs._server, graphs[1].flags.data_ptr(), graphs[1].rows.data_ptr()
+    assert graphs.reserve(2, HEADS)
+    assert graphs.reserve(1, HEADS)
+    assert graphs._server is server
+    assert (graphs[1].flags.data_ptr(), graphs[1].rows.data_ptr()) == (flags, rows)
+
+
+@pytest.mark.parametrize(("blocking", "supported", "waits"), [("0", 1, True), ("1", 1, False), ("0", 0, False)])
+def test_where_graphs_can_wait(monkeypatch: pytest.MonkeyPatch, blocking: str, supported: int, waits: bool) -> None:
+    from sglang.srt.models import qwen4_exp_ple_wait
+
+    success = SimpleNamespace(name="CUDA_SUCCESS")
+    driver = SimpleNamespace(
+        CUresult=SimpleNamespace(CUDA_SUCCESS=success),
+        CUdevice_attribute=SimpleNamespace(CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS=122),
+        cuDeviceGetAttribute=lambda attribute, device: (success, supported if attribute == 122 else None),
+    )
+    monkeypatch.setitem(sys.modules, "cuda", SimpleNamespace(bindings=SimpleNamespace(driver=driver)))
+    monkeypatch.setitem(sys.modules, "cuda.bindings", SimpleNamespace(driver=driver))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", blocking)
+    lines: list[str] = []
+    monkeypatch.setattr(qwen4_exp_ple_wait.logger, "warning", lambda text, *values: lines.append(text % values))
+    qwen4_exp_ple_wait.graphs_can_wait.cache_clear()
+    try:
+        assert qwen4_exp_ple_wait.graphs_can_wait() is waits
+    finally:
+        qwen4_exp_ple_wait.graphs_can_wait.cache_clear()
+    assert len(lines) == (not waits)
+
+
+def test_a_graph_that_waits_for_some_layers_only_is_never_launched(model: Any) -> None:
+    first, second = (module.ngram_embedding for module in ple_modules(model).values())
+    assert first.waiting_graphs.reserve(2, HEADS)
+    first.waiting_graphs[2].recorded = True
+    second.waiting_graphs = None
+    live = SimpleNamespace(forward_mode=ForwardMode.DECODE, _original_forward_mode=None, input_ids=torch.tensor([5, 6]))
+    try:
+        with pytest.raises(RuntimeError, match="--ple-offload-graph-sync gate"):
+            model.replay_prepare(live, num_tokens=2)
+    finally:
+        second.waiting_graphs = first.waiting_graphs  # for the fixture to close
+
+
+def test_failures_of_an_eager_step_are_not_those_of_the_next(model: Any) -> None:
+    for module in ple_modules(model).values():
+        module.ngram_embedding.waiting_graphs.reserve(1, HEADS)
+        module.ngram_embedding.waiting_graphs[1].recorded = True
+        module.ngram_embedding.failures = {0: "of a step that was eager"}
+    live = SimpleNamespace(forward_mode=ForwardMode.DECODE, _original_forward_mode=None, input_ids=torch.tensor([5]))
+    model.replay_prepare(live, num_tokens=1)
+    assert model.take_failed_requests() == {}
 
 
 def test_a_capture_that_failed_half_way_leaves_nothing_to_the_next(
@@ -571,7 +765,7 @@ def test_a_reader_without_native_code_leaves_the_graphs_as_they_were(
                 module(decode_batch(2), None)
         assert module.ngram_embedding.waiting_graphs is None
     assert not recorded
-    assert ["has no native code" in line for line in lines] == [True]
+    assert ["launched after the read: the native code cannot be built" in line for line in lines] == [True]
 
 
 def test_graphs_wait_unless_told_otherwise(folder: Path) -> None:
