@@ -167,6 +167,7 @@ def arguments(**changed: Any) -> SimpleNamespace:
     """Return the arguments that the offload checks read, on CUDA with the flag given."""
     given = dict(cpu_offload_gb=1, cpu_offload_experts_in_place=True, device="cuda", offload_group_size=0)
     ple = dict(ple_offload_embedding=True, ple_offload_backend="pinned", ple_offload_reader="auto")
+    ple["ple_offload_graph_sync"] = "wait"  # of a later patch, which checks it too
     return SimpleNamespace(**given | ple | changed)
 
 
