@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import tiny_qwen4
 import torch
 from qwen4_modules import runtime
@@ -94,3 +95,15 @@ def ple_modules(model: Any) -> dict[int, Any]:
         for name, module in model.named_modules()
         if isinstance(module, Qwen4ExpNGramEmbedding)
     }
+
+
+def refuse_row(reader: Any, row: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make every read of `reader` that asks for `row` fail with EIO, as a bad block does."""
+    read = reader.read_rows
+
+    def faulty(ids: torch.Tensor, out: torch.Tensor) -> None:
+        if row in ids.tolist():
+            raise OSError(5, "Input/output error", "shard_0")
+        read(ids, out)
+
+    monkeypatch.setattr(reader, "read_rows", faulty)

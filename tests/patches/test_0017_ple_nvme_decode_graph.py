@@ -11,7 +11,7 @@ from unittest import mock
 import ple_checkpoints
 import pytest
 import torch
-from ple_checkpoints import loaded, ple_modules
+from ple_checkpoints import loaded, ple_modules, refuse_row
 from sglang.srt.mem_cache.ple_state_pool import NGramPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.forward_context import set_forward_context
@@ -121,14 +121,7 @@ def test_a_failed_read_fails_its_request_and_leaves_no_stale_rows(
     embedding = module.ngram_embedding
     prepared = _prepare_ple_batch(live.input_ids, live, ngram_size=3, ngram_eos_token_id=EOS)
     poisoned = int(module.compute_ngram_ids(prepared)[1, 4])
-    read = embedding.reader.read_rows
-
-    def faulty(ids: torch.Tensor, out: torch.Tensor) -> None:
-        if poisoned in ids.tolist():
-            raise OSError(5, "Input/output error", "shard_0")
-        read(ids, out)
-
-    monkeypatch.setattr(embedding.reader, "read_rows", faulty)
+    refuse_row(embedding.reader, poisoned, monkeypatch)
     model.replay_prepare(live, num_tokens=2)
     after = captured(module, 2, live)
     assert torch.equal(after[0], before[0])

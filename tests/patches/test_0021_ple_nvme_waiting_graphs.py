@@ -17,7 +17,7 @@ from unittest import mock
 import ple_checkpoints
 import pytest
 import torch
-from ple_checkpoints import loaded, ple_modules
+from ple_checkpoints import loaded, ple_modules, refuse_row
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.managers.utils import GenerationBatchResult
@@ -115,6 +115,20 @@ def stored(embedding: Any, ids: torch.Tensor) -> torch.Tensor:
     return rows
 
 
+def first_failure(embedding: Any, graphs: Any, device: Device) -> dict[int, str]:
+    """Return the failures of the first step of one token that fails within 30 s."""
+    failed: dict[int, str] = {}
+    step = 0
+    deadline = time.monotonic() + 30
+    while not failed and time.monotonic() < deadline:
+        step += 1
+        graphs.push(step, 1, torch.arange(1))
+        device.launch(step, 1, random_ids(embedding, 1, step))
+        failed = graphs.take_failures(step)
+        time.sleep(0.05)
+    return failed
+
+
 def test_graphs_get_their_rows_with_the_host_steps_ahead(model: Any) -> None:
     embedding, graphs = waiting(model, 1, 2, 4)
     device = Device(graphs)
@@ -152,14 +166,7 @@ def test_a_failed_read_fails_its_own_sequence_of_its_own_step(model: Any, monkey
     poisoned = int(bad[1, 3])
     assert poisoned not in bad[0]
     expected = stored(embedding, bad[:1])
-    read = embedding.reader.read_rows
-
-    def faulty(ids: torch.Tensor, out: torch.Tensor) -> None:
-        if poisoned in ids.tolist():
-            raise OSError(5, "Input/output error", "shard_0")
-        read(ids, out)
-
-    monkeypatch.setattr(embedding.reader, "read_rows", faulty)
+    refuse_row(embedding.reader, poisoned, monkeypatch)
     server = graphs._server
     monkeypatch.setattr(server, "_check_paths", lambda: None)
     for step, ids in ((1, good), (2, bad), (3, good)):
@@ -278,15 +285,7 @@ def test_a_link_pointed_elsewhere_is_noticed(folder: Path) -> None:
         link = shard.with_suffix(".link")
         link.symlink_to(copy)
         link.replace(shard)
-        failed: dict[int, str] = {}
-        step = 0
-        deadline = time.monotonic() + 30
-        while not failed and time.monotonic() < deadline:
-            step += 1
-            graphs.push(step, 1, torch.arange(1))
-            device.launch(step, 1, random_ids(embedding, 1, step))
-            failed = graphs.take_failures(step)
-            time.sleep(0.05)
+        failed = first_failure(embedding, graphs, device)
         graphs.close()
     assert "replaced while it was open" in failed[0]
 
@@ -301,15 +300,7 @@ def test_a_replaced_shard_is_noticed_without_a_failed_read(
     replacement = shard.with_suffix(".new")
     replacement.write_bytes(shard.read_bytes())
     replacement.replace(shard)
-    failed: dict[int, str] = {}
-    step = 0
-    deadline = time.monotonic() + 30
-    while not failed and time.monotonic() < deadline:
-        step += 1
-        graphs.push(step, 1, torch.arange(1))
-        device.launch(step, 1, random_ids(embedding, 1, step))
-        failed = graphs.take_failures(step)
-        time.sleep(0.05)
+    failed = first_failure(embedding, graphs, device)
     assert "replaced while it was open" in failed[0]
 
 
@@ -363,7 +354,7 @@ import sys
 sys.path.insert(0, {str(Path(kit.__file__).parent)!r})
 import torch
 from pathlib import Path
-from ple_checkpoints import loaded, ple_modules
+from ple_checkpoints import loaded, ple_modules, refuse_row
 with loaded(Path({str(folder)!r}), "--ple-offload-backend", "nvme", "--ple-offload-graph-sync", "wait") as model:
     graphs = ple_modules(model)[1].ngram_embedding.waiting_graphs
     graphs.reserve(1, {HEADS})
