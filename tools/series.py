@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import shutil
 import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -167,6 +169,14 @@ def cmd_radar(args: argparse.Namespace) -> int:
     return exit_codes.HOLDS if all(r.ok for r in results) else exit_codes.NEGATIVE
 
 
+def interpreter(text: str) -> str:
+    """Return the path of a program as it can be run from any folder. Links are kept: an environment's Python is one."""
+    found = shutil.which(text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a program that can be run")
+    return os.path.abspath(found)
+
+
 def parser() -> argparse.ArgumentParser:
     """Return the command line."""
     top = argparse.ArgumentParser(prog="series.py", description=__doc__.split("\n")[0])
@@ -179,7 +189,7 @@ def parser() -> argparse.ArgumentParser:
         return made
 
     def python(made: argparse.ArgumentParser, text: str) -> None:
-        made.add_argument("--python", default=sys.executable, metavar="PY", help=text)
+        made.add_argument("--python", type=interpreter, default=sys.executable, metavar="PY", help=text)
 
     made = command("fetch", cmd_fetch, "make a git work tree of the pin from the wheel, a clone or a package")
     made.add_argument("dest", nargs="?", type=Path, metavar="DEST", help="folder to make (default: in the cache)")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import runpy
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -211,3 +214,17 @@ def test_a_patch_cut_behind_the_header_of_a_file_is_no_change_without_hunks(made
     cut = whole.index(b"--- a/python")
     with pytest.raises(PatchSyntaxError, match="no hunk says how"):
         parse_patch(entry.file, whole[:cut])
+
+
+def test_an_interpreter_can_be_run_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Given relative to here, named as on PATH, or wrong; an environment's link to a Python is not followed."""
+    interpreter = runpy.run_path(str(Path(__file__).parents[3] / "tools" / "series.py"))["interpreter"]
+    link = tmp_path / "env" / "python"
+    link.parent.mkdir()
+    link.symlink_to(sys.executable)
+    monkeypatch.chdir(tmp_path)
+    assert interpreter("env/python") == str(link)
+    monkeypatch.setenv("PATH", str(link.parent))
+    assert interpreter("python") == str(link)
+    with pytest.raises(argparse.ArgumentTypeError, match="'env/pyton' is not a program that can be run"):
+        interpreter("env/pyton")
