@@ -255,6 +255,15 @@ def test_a_recovery_that_fails_ends_the_scheduler(model: Any, monkeypatch: pytes
         graphs.take_failures(1)
 
 
+def test_failures_that_nobody_asks_for_are_dropped(model: Any) -> None:
+    from sglang.srt.models.qwen4_exp_ple_wait import _STEPS_KEPT
+
+    _, graphs = waiting(model, 1)
+    graphs._failures[1] = {0: "of a step whose result was dropped"}
+    graphs.push(1 + _STEPS_KEPT, 1, torch.arange(1))
+    assert 1 not in graphs._failures
+
+
 def test_a_change_of_metadata_is_noted_once(model: Any) -> None:
     """A chmod moves ctime, as replacing the file does; afterwards reads are native again."""
     embedding, graphs = waiting(model, 1)
