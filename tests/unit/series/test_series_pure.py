@@ -226,5 +226,5 @@ def test_an_interpreter_can_be_run_from_any_folder(tmp_path: Path, monkeypatch: 
     assert interpreter("env/python") == str(link)
     monkeypatch.setenv("PATH", str(link.parent))
     assert interpreter("python") == str(link)
-    with pytest.raises(argparse.ArgumentTypeError, match="'env/pyton' is not a program that can be run"):
-        interpreter("env/pyton")
+    with pytest.raises(argparse.ArgumentTypeError, match="'env/no-such-python' is not a program that can be run"):
+        interpreter("env/no-such-python")
