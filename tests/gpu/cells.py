@@ -49,16 +49,13 @@ class Cell:
         return {"eager": "reference", "full": "full-pinned", "breakable": "breakable-resident"}[self.graph]
 
     @property
-    def same_kernels(self) -> bool:
-        """Whether the cell computes what its twin does, only from another place: then by the same bits.
-
-        Experts that are paged, or read in place, go through kernels of their own; stock is not under test.
-        """
-        return self.tree == "patched" and not self.extra
+    def held_to_twin(self) -> bool:
+        """Whether the cell must give its twin's bits: it computes the same, only from another place."""
+        return self.tree == "patched"
 
     @property
     def updates_weights(self) -> bool:
-        """Whether the cell must answer the same after the same weights were loaded again.
+        """Whether the cell is asked again after other weights, and then its own, were loaded into it.
 
         Not where the server cannot be asked: stock is not under test, the table on storage refuses an update, and
         paged experts were never updated here.
@@ -97,12 +94,23 @@ CELLS: tuple[Cell, ...] = (
         "pinned",
         extra=("--enable-paged-experts", "--paged-experts-num-resident=16"),
     ),
+    Cell(
+        "paged-experts-nvme",
+        "patched",
+        "mid",
+        "0",
+        "full",
+        "nvme",
+        extra=("--enable-paged-experts", "--paged-experts-num-resident=16"),
+    ),
     Cell("nvme-eager", "patched", "mid", "0", "eager", "nvme"),
     Cell("nvme-full", "patched", "mid", "0", "full", "nvme"),
     Cell("nvme-breakable", "patched", "mid", "0", "breakable", "nvme"),
     Cell("half-full-nvme", "patched", "mid", "half", "full", "nvme"),
     Cell("stock-offload", "stock", "mid", "half", "full", "pinned", expect="fails"),
     Cell("stock-offload-no-ple", "stock", "mid", "all", "full", "resident", expect="fails"),
+    Cell("stock-offload-eager", "stock", "mid", "part", "eager", "resident", expect="fails"),
+    Cell("stock-breakable-offload", "stock", "mid", "half", "breakable", "resident", expect="fails"),
     Cell("stock-breakable", "stock", "mid", "0", "breakable", "resident", expect="fails"),
     Cell("stock-full-pinned", "stock", "mid", "0", "full", "pinned"),
 )

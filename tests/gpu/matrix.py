@@ -11,14 +11,14 @@ what is on disk: also when --budget is spent, or at SIGTERM.
 
 Per cell: teacher-forced logprobs of prompts of 1 to 3,000 tokens (chunk edges included), twice for the A/A floor; 200
 greedy tokens; two requests at once; decode speed; PCIe bytes a decoded token (NVML counters, sampled). Last, where the
-cell allows it, the same checkpoint is loaded again (/update_weights_from_disk) and the prompts are scored once more:
-they may move by twice the A/A floor. That shows that an update leaves nothing broken or freed, not that new weights are
-used (tests/gpu/offload.py and tests/patches hold that).
+cell allows it, weights are updated (/update_weights_from_disk): to those of --other-model, a checkpoint of the same
+shapes, and back; the prompts are scored after each. Its own weights may move them by twice the A/A floor.
 
 Two of the pin's kernels add in a varying order (atomics in hc_mix up to 16 rows, the QSA top-k from 2,052 tokens on),
 so the floor is not zero. --repeatable avoids both (tests/gpu/repeatable); with --answers-only, since those servers are
-slower, it decides equality by bits: a cell against the one of the same graphs that keeps every weight resident (where
-both run the same kernels), and all cells against the reference within --floor, the A/A floor of an ordinary run.
+slower, it decides by bits: each patched cell against the one of the same graphs that keeps every weight resident
+(logprobs, 200 greedy tokens, two at once, and the logprobs under the other weights), its 200 tokens against the
+reference's, and with --floor all logprobs against the reference's.
 
 Exit code: 0 every cell ended as declared, 1 one did not, 3 incomplete.
 """
@@ -139,8 +139,8 @@ def update_weights(server: ServerProcess, model: Path) -> dict[str, Any]:
     return {"success": bool(record.get("success")), "message": str(record.get("message", record))[:300]}
 
 
-def ask(server: ServerProcess, reload: Path | None = None) -> dict[str, Any]:
-    """Return the answers of one healthy server; `reload`: checkpoint to load again at the end."""
+def ask(server: ServerProcess, reload: Path | None = None, other: Path | None = None) -> dict[str, Any]:
+    """Return the answers of one healthy server; `reload`: its checkpoint, loaded again at the end, after `other`."""
     with Client(server.base_url, timeout_s=300) as client:
         result: dict[str, Any] = {"runs": []}
         for _ in range(2):  # the second run is the A/A floor
@@ -156,10 +156,11 @@ def ask(server: ServerProcess, reload: Path | None = None) -> dict[str, Any]:
         info = client.server_info()
         states = info.get("internal_states") or [{}]
         result["server"] = {k: v for k, v in states[0].items() if isinstance(v, int | float | str)}
-        if reload:
-            result["update"] = update_weights(server, reload)
-            client.flush_cache()
-            result["update"]["run"] = [generate(client, ids, 4) for ids in prompts()]
+        for name, checkpoint in (("other", other if reload else None), ("update", reload)):
+            if checkpoint:
+                result[name] = update_weights(server, checkpoint)
+                client.flush_cache()
+                result[name]["run"] = [generate(client, ids, 4) for ids in prompts()]
     return result
 
 
@@ -187,14 +188,14 @@ def speeds(samples: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def update_fault(result: dict[str, Any]) -> str | None:
-    """Return what is wrong after the weight update of a cell that served, None where nothing is or none was made."""
-    update = result.get("update")
-    if update is None:
-        return None
-    if not update["success"]:
-        return f"weight update refused: {update['message']}"
-    floor, moved = worst(*result["runs"])[0], worst(result["runs"][0], update["run"])[0]
-    if moved > 2 * floor:
+    """Return what is wrong after the weight updates of a cell that served, None where nothing is or none was made."""
+    for name in ("other", "update"):
+        if name in result and not result[name]["success"]:
+            return f"weight update refused: {result[name]['message']}"
+    floor = worst(*result["runs"])[0]
+    if "other" in result and worst(result["runs"][0], result["other"]["run"])[0] <= 2 * floor:
+        return "an update to other weights did not move the logprobs"
+    if "update" in result and (moved := worst(result["runs"][0], result["update"]["run"])[0]) > 2 * floor:
         return f"logprobs moved by {moved:.3g} with an update to the same weights, by {floor:.3g} without"
     return None
 
@@ -207,7 +208,17 @@ def bits_fault(cell: Cell, result: dict[str, Any], twin: dict[str, Any]) -> str 
     if not found["compared"]:
         return f"no logprob is repeated ({found['unrepeated']} are not), so none compared with {cell.twin}"
     tokens = bits.greedy(*((each["long"]["ids"], each["long_again"]["ids"]) for each in (twin, result)))
-    return f"greedy tokens are not {cell.twin}'s" if tokens is False else None
+    if tokens is None:
+        return f"greedy tokens are not repeated, by the cell or by {cell.twin}"
+    if not tokens:
+        return f"greedy tokens are not {cell.twin}'s"
+    if [answer["ids"] for answer in result["pair"]] != [answer["ids"] for answer in twin["pair"]]:
+        return f"two requests at once are not answered as by {cell.twin}"
+    if "other" in result and "other" in twin:
+        theirs, mine = twin["other"]["run"], result["other"]["run"]
+        if differ := bits.compare((theirs, theirs), (mine, mine))["differ"]:
+            return f"{differ} logprobs are not {cell.twin}'s bits after an update of both to other weights"
+    return None
 
 
 def worst(reference: list[dict[str, Any]], candidate: list[dict[str, Any]]) -> tuple[float, float, int]:
@@ -230,7 +241,7 @@ def common_prefix(a: list[int], b: list[int]) -> int:
 COLUMNS = (
     "cell", "tree", "budget", "graph", "PLE", "outcome", "max abs dlogprob", "mean", "A/A max", "200 tokens equal",
     "pair equal", "bits unlike those of the same graphs resident", "decode tok/s", f"decode / {BASE} (min..max)",
-    "PCIe MB/token", "RSS GiB", "after an update, max abs dlogprob",
+    "PCIe MB/token", "RSS GiB", "after an update, max abs dlogprob", "bits unlike after an update to other weights",
 )  # fmt: skip
 
 
@@ -276,6 +287,12 @@ def figures(cell: Cell, result: dict[str, Any], results: dict[str, dict[str, Any
     row.append(f"{result['rss_gib']:.1f}")
     update = result.get("update")
     row.append(f"{worst(result['runs'][0], update['run'])[0]:.3g}" if update else "-")
+    if "other" in result and "other" in twin:
+        mine, theirs = result["other"]["run"], twin["other"]["run"]
+        found = bits.compare((theirs, theirs), (mine, mine))
+        row.append(f"{found['differ']}/{found['compared']}")
+    else:
+        row.append("-")
     return row
 
 
@@ -311,7 +328,8 @@ class Run:
         self.session = time.time()
         self.method = Method(args.decode_tokens, args.warmup_tokens, 0, 500)
         content = {path: fingerprint([Path(path)]) for path in {self.tree(cell) for cell in self.cells}}
-        shared = fingerprint([args.model, *([bits.SHIM / "sitecustomize.py"] if args.repeatable else [])])
+        other = [args.other_model] if args.other_model else []
+        shared = fingerprint([args.model, *other, *([bits.SHIM / "sitecustomize.py"] if args.repeatable else [])])
         self.inputs = {
             cell.name: fingerprint([], [content[self.tree(cell)], shared, *self.server_args(cell)])
             for cell in self.cells
@@ -366,7 +384,8 @@ class Run:
     def answer(self, seat: Seat) -> None:
         """Ask the server of a seat."""
         assert seat.server
-        seat.record |= ask(seat.server, self.args.model if seat.cell.updates_weights else None)
+        reload = self.args.model if seat.cell.updates_weights else None
+        seat.record |= ask(seat.server, reload, self.args.other_model)
         seat.record["rss_gib"] = group_rss_gib(seat.server.pid)
         if self.args.repeatable:
             seat.record["replaced"] = bits.replaced(seat.server.log_path)
@@ -429,14 +448,20 @@ class Run:
                 unknown.append(f"{cell.name}: {left} of {self.args.rounds} rounds missing")
             if fault := update_fault(result):
                 bad.append(f"{cell.name}: {fault}")
-            if not self.args.repeatable or cell.tree == "stock":
+            if not self.args.repeatable or not cell.held_to_twin:
                 continue
             twin = self.results.get(cell.twin, {})
-            if cell.same_kernels and "runs" not in twin:
+            if "runs" not in twin:
                 unknown.append(f"{cell.name}: {cell.twin} did not serve, so no bits compared")
-            elif cell.same_kernels and (fault := bits_fault(cell, result, twin)):
+            elif fault := bits_fault(cell, result, twin):
                 bad.append(f"{cell.name}: {fault}")
-            if self.args.floor is not None and "runs" in reference:
+            if "runs" not in reference:
+                unknown.append(f"{cell.name}: no reference, so no tokens compared")
+                continue
+            if result["long"]["ids"] != reference["long"]["ids"]:
+                same = common_prefix(reference["long"]["ids"], result["long"]["ids"])
+                bad.append(f"{cell.name}: {same} of {DECODE_TOKENS} greedy tokens are the reference's")
+            if self.args.floor is not None:
                 moved = worst(reference["runs"][0], result["runs"][0])[0]
                 if moved > self.args.floor:
                     bad.append(f"{cell.name}: {moved:.3g} from the reference, floor {self.args.floor:.3g}")
@@ -448,6 +473,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--other-model", type=Path, help="checkpoint of the same shapes: update to it, and back")
     parser.add_argument("--stock", help="folder with the stock sglang package (default: leave the stock cells out)")
     parser.add_argument("--patched", required=True, help="folder with the patched sglang package")
     parser.add_argument("--part-gb", type=int, default=1)
@@ -473,7 +499,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Return 0 when every cell ended as declared and no weight update to the same weights moved an answer."""
+    """Return 0 when every cell ended as declared."""
     args = parse(argv)
     (args.out / "cells").mkdir(parents=True, exist_ok=True)
     clock = Clock(args.budget)

@@ -3,7 +3,7 @@
 
 Each server answers twice, so that what differs between two runs of one server is known (the floor):
 
-* greedy tokens of --new-tokens tokens (a fifth of it without decode graphs), and two requests at once;
+* greedy tokens of --new-tokens tokens, and two requests at once;
 * teacher-forced logprobs of prompts of 1 to 3,000 tokens, chunk edges and end-of-text inside;
 * a prompt whose cached prefix leaves exactly one token (and whether it equals the uncached answer, in both);
 * memory of the process group before and after, GiB: anonymous, and file pages that it maps (the kernel may take those
@@ -73,11 +73,14 @@ class Cell:
     sync: str | None = None
     """"gate": the decode graph is launched after its rows are read; None: before (wait, the default) where it can."""
     cold: bool = False
+    overlap: bool = True
+    """Whether the scheduler prepares a batch while the one before it runs."""
 
     @property
     def name(self) -> str:
         """Its name, such as nvme-gate-cold-full-auto."""
-        parts = (self.table, self.sync, "cold" if self.cold else None, self.graph, self.reader)
+        state = (None if self.overlap else "in-turn", "cold" if self.cold else None)
+        parts = (self.table, self.sync, *state, self.graph, self.reader)
         return "-".join(part for part in parts if part)
 
     @property
@@ -106,6 +109,9 @@ CELLS = (
     Cell("nvme", "full", "pread", sync="gate"),
     Cell("nvme", "full", "mmap", sync="gate"),
     Cell("nvme", "full", "pread", cold=True),
+    Cell("nvme", "full", "auto", overlap=False),
+    Cell("nvme", "breakable", "pread"),
+    Cell("nvme", "eager", "pread"),
 )
 RAW = ("scored", "scored_again", "greedy", "greedy_again", "pair", "one_left", "uncached", "full", "samples", "soak")
 """Fields kept in OUT/*.json only."""
@@ -153,11 +159,10 @@ def memory_gib(group: int) -> dict[str, float]:
     return {name: round(value, 2) for name, value in total.items()} | {"processes": processes}
 
 
-def ask(server: ServerProcess, args: argparse.Namespace, graph: str) -> dict[str, Any]:
+def ask(server: ServerProcess, args: argparse.Namespace) -> dict[str, Any]:
     """Return the answers of one healthy server."""
     eos = json.loads((args.model / "config.json").read_text())["text_config"]["eos_token_id"]
     result: dict[str, Any] = {"rss_gib_start": memory_gib(server.pid)}
-    new_tokens = args.new_tokens // 5 if graph == "eager" else args.new_tokens
     with Client(server.base_url, timeout_s=300) as client:
         texts = prompts(args.vocab)
         texts[7] = [token if index % 97 else eos for index, token in enumerate(texts[7])]
@@ -166,7 +171,7 @@ def ask(server: ServerProcess, args: argparse.Namespace, graph: str) -> dict[str
             result[scored] = [generate(client, ids, 4) for ids in texts]
         for greedy in ("greedy", "greedy_again"):
             client.flush_cache()
-            result[greedy] = generate(client, unique(1, 300, args.vocab), new_tokens)["ids"]
+            result[greedy] = generate(client, unique(1, 300, args.vocab), args.new_tokens)["ids"]
         client.flush_cache()
         with ThreadPoolExecutor(2) as pool:
             pair = [pool.submit(generate, client, unique(seed, n, args.vocab), 64) for seed, n in ((2, 700), (3, 90))]
@@ -276,7 +281,8 @@ def verdict(
 ) -> dict[str, Any]:
     """Return what the disk server shares with the pinned one under the same graphs (pure).
 
-    "equal" is there where both have answered: by the floor between two runs of one server, or by bits if `repeatable`.
+    "equal" is there where both have answered: by the floor between two runs of one server; if `repeatable`, by bits,
+    by the answers to two requests at once, and by the prefix hit that leaves one token.
     """
     compared: dict[str, Any] = {}
     if "scored" in pinned and "scored" in disk:
@@ -297,7 +303,8 @@ def verdict(
             found = bits.compare((pinned["scored"], pinned["scored_again"]), (disk["scored"], disk["scored_again"]))
             tokens = bits.greedy((pinned["greedy"], pinned["greedy_again"]), (disk["greedy"], disk["greedy_again"]))
             compared |= {"bits": found, "greedy_equal": tokens}
-            compared["equal"] = found["compared"] > 0 and found["differ"] == 0 and tokens is not False
+            same = compared["pair_equal"] and all(compared["one_left_equals_uncached"])
+            compared["equal"] = found["compared"] > 0 and found["differ"] == 0 and tokens is not False and same
         else:
             compared["equal"] = compared["max_abs_dlogprob"] <= 2 * floor and (
                 compared["greedy_common"] == len(disk["greedy"])
@@ -367,6 +374,8 @@ def server_args(args: argparse.Namespace, cell: Cell, table: Path | None = None)
         flags.append(f"--ple-offload-reader={cell.reader}")
     if cell.sync:
         flags.append(f"--ple-offload-graph-sync={cell.sync}")
+    if not cell.overlap:
+        flags.append("--disable-overlap-schedule")
     if cell.table == "nvme" and table:
         flags.append(f"--ple-offload-dir={table}")
     return flags
@@ -488,7 +497,7 @@ class Run:
     def answer(self, seat: Seat) -> None:
         """Ask the server of a seat."""
         assert seat.server
-        seat.record |= ask(seat.server, self.args, seat.cell.graph)
+        seat.record |= ask(seat.server, self.args)
         if self.args.repeatable:  # top-k is imported with the first long prompt
             seat.record["replaced"] = bits.replaced(seat.server.log_path)
 

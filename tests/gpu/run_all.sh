@@ -40,7 +40,9 @@ fp8_kv_prompts|20|24|2|tiny
 full_table|20|24|1|
 matrix_tiny|20|24|2|tiny
 matrix_mid|20|32|12|mid
-ple_nvme|20|32|12|mid
+matrix_speed|20|32|12|mid
+ple_nvme_bits|20|32|12|mid
+ple_nvme_speed|20|32|12|mid
 ple_soak|20|24|12|mid'
 
 usage() { sed -n '2,/^[^#]/{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; }
@@ -54,7 +56,7 @@ list() {
   done <<<"$STEPS"
 }
 
-script_of() { case $1 in matrix_*) echo "$GPU/matrix.py" ;; *) echo "$GPU/$1.py" ;; esac; }
+script_of() { case $1 in matrix_*) echo "$GPU/matrix.py" ;; ple_nvme_*) echo "$GPU/ple_nvme.py" ;; *) echo "$GPU/$1.py" ;; esac; }
 
 out='' patched='' stock='' tiny='' mid='' soak=240 again='' only=()
 [ $# -gt 0 ] || { usage; exit 2; }
@@ -107,12 +109,16 @@ lacks() {
 }
 
 # usage: preset_of NAME, given_of NAME, options_of NAME   the checkpoint of a step and what else decides its outcome
-preset_of() { case $1 in matrix_mid | ple_nvme | ple_soak) echo mid ;; fp8_kv_prompts | matrix_tiny) echo gpu ;; esac; }
+preset_of() { case $1 in matrix_mid | matrix_speed | ple_nvme_* | ple_soak) echo mid ;; fp8_kv_prompts | matrix_tiny) echo gpu ;; esac; }
 given_of() { case $(preset_of "$1") in mid) echo "$mid" ;; *) echo "$tiny" ;; esac; }
 options_of() {
   case $1 in
-    matrix_tiny) echo --half-gb 1 --all-gb 1 ;; # --cpu-offload-gb 1, the smallest budget, takes every weight of this model
-    matrix_mid) echo --half-gb 2 ;;             # 4.5 GiB of routed experts
+    # Servers whose bits are compared are slower, so speeds are steps of their own.
+    matrix_tiny) echo --half-gb 1 --all-gb 1 --answers-only --repeatable ;; # 1, the smallest budget, takes every weight
+    matrix_mid) echo --half-gb 2 --answers-only --repeatable ;;             # 4.5 GiB of routed experts
+    matrix_speed) echo --half-gb 2 --only full-pinned half-full-pinned half-full-in-place all-full-pinned paged-experts nvme-full ;;
+    ple_nvme_bits) echo --answers-only --repeatable ;;
+    ple_nvme_speed) echo --timings-only --hash-rows 0 ;;
     ple_soak) echo --seconds "$soak" ;;
   esac
 }
@@ -124,15 +130,24 @@ model_of() {
   echo "${given:-$out/models/$(preset_of "$1")}"
 }
 
-# usage: make_model NAME   make the checkpoint of a step unless it is there or the step needs none
+# usage: other_of NAME   print the folder of the checkpoint whose weights the servers of a step are updated to
+other_of() { case $1 in matrix_tiny) [ -n "$tiny" ] || echo "$out/models/gpu-other" ;; esac; }
+
+# usage: make_checkpoint DIR PRESET [OPTION]...   make it unless it is there
+make_checkpoint() {
+  [ ! -f "$1/config.json" ] || return 0
+  mkdir -p "$(dirname "$1")" || return
+  "$PYTHON" "$ROOT/tools/make_tiny_model.py" "$1" --preset "${@:2}" --force >&2 || return
+  [ -f "$1/config.json" ]
+}
+
+# usage: make_model NAME   make what a step serves, unless it is there or the step serves nothing
 make_model() {
-  local dir
-  [ -n "$(preset_of "$1")" ] || return 0
-  dir="$(model_of "$1")"
-  [ ! -f "$dir/config.json" ] || return 0
-  mkdir -p "$out/models" || return
-  "$PYTHON" "$ROOT/tools/make_tiny_model.py" "$dir" --preset "$(preset_of "$1")" --force >&2 || return
-  [ -f "$dir/config.json" ]
+  local preset
+  preset="$(preset_of "$1")"
+  [ -n "$preset" ] || return 0
+  make_checkpoint "$(model_of "$1")" "$preset" || return
+  [ -z "$(other_of "$1")" ] || make_checkpoint "$(other_of "$1")" "$preset" --seed 1
 }
 
 # usage: inputs_of NAME   print a hash of all that the outcome of a step belongs to
@@ -145,7 +160,7 @@ inputs_of() {
 
 # usage: command_of NAME   fill `command` with the command line of a step
 command_of() {
-  local options
+  local options other
   case $1 in
     fp8_kv_prompts)
       command=("$PYTHON" "$GPU/$1.py" "$out/$1" --model "$(model_of "$1")" --patched "$patched")
@@ -153,11 +168,15 @@ command_of() {
     matrix_*)
       read -ra options <<<"$(options_of "$1")"
       command=("$PYTHON" "$GPU/matrix.py" "$out/$1" --model "$(model_of "$1")" --patched "$patched"
-        ${stock:+--stock "$stock"} "${options[@]}" --jobs "$jobs")
+        ${stock:+--stock "$stock"} --jobs "$jobs" "${options[@]}")
+      other="$(other_of "$1")"
+      [ -z "$other" ] || command+=(--other-model "$other")
       ;;
     full_table) command=("$PYTHON" "$GPU/$1.py" "$out/$1" --patched "$patched") ;;
-    ple_nvme)
-      command=("$PYTHON" "$GPU/$1.py" "$out/$1" --model "$(model_of "$1")" --patched "$patched" --jobs "$jobs")
+    ple_nvme_*)
+      read -ra options <<<"$(options_of "$1")"
+      command=("$PYTHON" "$GPU/ple_nvme.py" "$out/$1" --model "$(model_of "$1")" --patched "$patched" --jobs "$jobs"
+        "${options[@]}")
       ;;
     ple_soak)
       read -ra options <<<"$(options_of "$1")"
@@ -202,7 +221,7 @@ while IFS='|' read -r name gpu host disk model <&3; do
   fi
   printf '%s: running, log in %s\n' "$name" "$out/steps/$name.log" >&2
   rm -f "$record" "$out/steps/$name.out"
-  [ -z "$again" ] || case $name in matrix_* | ple_nvme) rm -rf "${out:?}/$name" ;; esac
+  [ -z "$again" ] || case $name in matrix_* | ple_nvme_*) rm -rf "${out:?}/$name" ;; esac
   start=$SECONDS rc=0
   if ! make_model "$name" 2>"$out/steps/$name.log"; then
     printf 'name=%s\nrc=4\nseconds=%s\n' "$name" "$((SECONDS - start))" >"$record"

@@ -59,7 +59,7 @@ def test_an_in_place_cell_is_the_offload_cell_with_the_flag() -> None:
 def test_weights_are_updated_where_the_server_can_be_asked() -> None:
     asked = {cell.name for cell in CELLS if cell.updates_weights}
     assert {"reference", "half-full-pinned", "half-full-in-place", "all-breakable-pinned"} <= asked
-    assert not asked & {"nvme-full", "half-full-nvme", "paged-experts", "stock-full-pinned"}
+    assert not asked & {"nvme-full", "half-full-nvme", "paged-experts", "paged-experts-nvme", "stock-full-pinned"}
 
 
 def scored(*logprobs: float) -> list[dict[str, Any]]:
@@ -84,6 +84,19 @@ def test_an_update_to_the_same_weights_must_not_move_the_answers(
     found = update_fault(result | ({"update": update} if update else {}))
     assert (found is None) == (fault is None)
     assert fault is None or fault in str(found)
+
+
+@pytest.mark.parametrize(
+    ("other", "fault"),
+    [
+        ({"success": True, "run": scored(-1.0, -2.5)}, None),
+        ({"success": True, "run": scored(-1.0, -2.0)}, "an update to other weights did not move the logprobs"),
+        ({"success": False, "message": "no"}, "weight update refused: no"),
+    ],
+)
+def test_an_update_to_other_weights_must_move_the_answers(other: dict[str, Any], fault: str | None) -> None:
+    result = {"runs": [scored(-1.0, -2.0), scored(-1.0, -2.0)], "other": other}
+    assert update_fault(result) == fault
 
 
 def test_inputs_are_contents_and_options_not_places(tmp_path: Path) -> None:
@@ -128,9 +141,10 @@ def test_a_twin_is_resident_under_the_same_graphs() -> None:
     cells = {cell.name: cell for cell in CELLS}
     for cell in CELLS:
         twin = cells[cell.twin]
-        assert (twin.graph, twin.budget, twin.tree, twin.same_kernels) == (cell.graph, "0", "patched", True)
-    assert not cells["half-full-in-place"].same_kernels
-    assert not cells["stock-full-pinned"].same_kernels
+        assert (twin.graph, twin.budget, twin.held_to_twin) == (cell.graph, "0", True)
+    assert cells["half-full-in-place"].held_to_twin
+    assert cells["paged-experts-nvme"].held_to_twin
+    assert not cells["stock-full-pinned"].held_to_twin
 
 
 def answer(*logprobs: float, ids: tuple[int, ...] = (1,)) -> dict[str, Any]:
@@ -155,14 +169,21 @@ def served(first: float, second: float, tokens: tuple[int, ...] = (1, 2), again:
         (served(-2.5, -2.0), None),
         (served(-2.0000001, -2.0000001), "1 of 2 logprobs are not half's bits, first [3, 'prompt', 1"),
         (served(-2.0, -2.0, tokens=(1, 3), again=(1, 3)), "greedy tokens are not half's"),
-        (served(-2.0, -2.0, tokens=(1, 3), again=(1, 4)), None),
+        (served(-2.0, -2.0, tokens=(1, 3), again=(1, 4)), "greedy tokens are not repeated"),
+        (
+            served(-2.0, -2.0) | {"pair": [answer(), answer(ids=(2,))]},
+            "two requests at once are not answered as by half",
+        ),
+        (served(-2.0, -2.0) | {"other": {"run": [answer(-3.0)]}}, None),
+        (served(-2.0, -2.0) | {"other": {"run": [answer(-3.1)]}}, "1 logprobs are not half's bits after an update"),
     ],
 )
 def test_a_cell_is_held_to_the_bits_of_its_twin(result: Any, fault: str | None) -> None:
     class Half(Cell):
         twin = "half"  # type: ignore[assignment]
 
-    found = bits_fault(Half("x", "patched", "mid", "half", "full", "pinned"), result, served(-2.0, -2.0))
+    twin = served(-2.0, -2.0) | {"other": {"run": [answer(-3.0)]}}
+    found = bits_fault(Half("x", "patched", "mid", "half", "full", "pinned"), result, twin)
     assert found is None if fault is None else fault in str(found)
 
 
@@ -267,6 +288,11 @@ def test_by_bits_a_cell_without_its_twin_is_not_known_and_the_floor_is_held(stan
     assert unknown == ["half-full-pinned: full-pinned did not serve, so no bits compared"]
     run.results["full-pinned"] = served(-2.0, -2.0)
     assert "half-full-pinned: 1 of 2 logprobs are not full-pinned's bits" in run.judge()[0][0]
+    run.results["full-pinned"] = served(-2.0, -2.0, tokens=(1, 3), again=(1, 3))
+    assert "full-pinned: 1 of 200 greedy tokens are the reference's" in run.judge()[0]
+    del run.results["reference"]
+    run.results["reference"] = {}
+    assert "full-pinned: no reference, so no tokens compared" in run.judge()[1]
 
 
 def test_the_record_of_a_server_that_hung_says_so_and_holds_its_stacks() -> None:

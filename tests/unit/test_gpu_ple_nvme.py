@@ -104,6 +104,13 @@ def test_another_token_is_unequal_unless_the_server_itself_does_not_repeat() -> 
     assert verdict(pinned, disk, repeatable=True)["greedy_equal"] is None
 
 
+@pytest.mark.parametrize(("field", "value"), [("pair", [[1], [3]]), ("one_left", [5, 7])])
+def test_by_bits_pairs_and_a_prefix_hit_count_too(field: str, value: Any) -> None:
+    disk = record() | {field: value}
+    assert verdict(record(), disk)["equal"]
+    assert not verdict(record(), disk, repeatable=True)["equal"]
+
+
 def test_names_and_pinned_cells() -> None:
     names = [cell.name for cell in CELLS]
     assert len(names) == len(set(names))

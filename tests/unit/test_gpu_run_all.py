@@ -91,18 +91,24 @@ def listed(machine: Machine) -> dict[str, list[str]]:
     return {line.split()[0]: line.split()[1:] for line in done.stdout.splitlines()[1:]}
 
 
+def script_of(step: str) -> str:
+    """Return the script that a step runs."""
+    return re.sub("^(matrix|ple_nvme)_.*", r"\1", step)
+
+
 def test_the_list_names_every_script_and_needs_no_gpu(machine: Machine) -> None:
     scripts = {path.stem for path in GPU.glob("*.py") if '__name__ == "__main__"' in path.read_text()}
     steps = listed(machine)
-    assert {re.sub("^matrix_.*", "matrix", name) for name in steps} == scripts - {"inputs", "summarise"}
+    assert {script_of(name) for name in steps} == scripts - {"inputs", "summarise"}
     assert {row[-1] for row in steps.values()} == {"yes"}
-    assert {name for name, row in steps.items() if row[3] == "mid"} == {"matrix_mid", "ple_nvme", "ple_soak"}
+    mid = {"matrix_mid", "matrix_speed", "ple_nvme_bits", "ple_nvme_speed", "ple_soak"}
+    assert {name for name, row in steps.items() if row[3] == "mid"} == mid
     assert all(float(number) >= 0 for row in steps.values() for number in row[:3])
 
 
 def test_the_units_test_runs_every_script_but_the_matrix(machine: Machine) -> None:
     text = (GPU / "test_units.py").read_text()
-    assert {name for name in listed(machine) if f'"{name}"' not in text} == {"matrix_tiny", "matrix_mid"}
+    assert {script_of(name) for name in listed(machine) if f'"{script_of(name)}"' not in text} == {"matrix"}
 
 
 def test_without_a_gpu_every_step_is_skipped_with_the_reason(machine: Machine) -> None:
@@ -131,11 +137,11 @@ def test_a_step_that_holds_is_not_run_again_unless_asked(machine: Machine) -> No
 
 
 def test_again_forgets_what_the_cells_of_a_step_measured(machine: Machine) -> None:
-    record = machine.out / "ple_nvme" / "pinned-full.json"
+    record = machine.out / "ple_nvme_bits" / "pinned-full.json"
     record.parent.mkdir(parents=True)
     for more, kept in (([], True), (["--again"], False)):
         record.write_text("{}")
-        machine.run(str(machine.out), "--patched", str(machine.tree), "--only", "ple_nvme", *more)
+        machine.run(str(machine.out), "--patched", str(machine.tree), "--only", "ple_nvme_bits", *more)
         assert record.exists() is kept
 
 
@@ -154,7 +160,25 @@ def test_a_step_that_fails_is_told_and_run_again(machine: Machine) -> None:
         ("ple_memop", "ple_memop.py --folder OUT"),
         ("full_table", "full_table.py OUT/full_table --patched TREE"),
         ("fp8_kv_prompts", "fp8_kv_prompts.py OUT/fp8_kv_prompts --model OUT/models/gpu --patched TREE"),
-        ("ple_nvme", "ple_nvme.py OUT/ple_nvme --model OUT/models/mid --patched TREE --jobs 1"),
+        (
+            "ple_nvme_bits",
+            "ple_nvme.py OUT/ple_nvme_bits --model OUT/models/mid --patched TREE --jobs 1 --answers-only --repeatable",
+        ),
+        (
+            "ple_nvme_speed",
+            "ple_nvme.py OUT/ple_nvme_speed --model OUT/models/mid --patched TREE --jobs 1 --timings-only "
+            "--hash-rows 0",
+        ),
+        (
+            "matrix_tiny",
+            "matrix.py OUT/matrix_tiny --model OUT/models/gpu --patched TREE --jobs 1 --half-gb 1 --all-gb 1 "
+            "--answers-only --repeatable --other-model OUT/models/gpu-other",
+        ),
+        (
+            "matrix_speed",
+            "matrix.py OUT/matrix_speed --model OUT/models/mid --patched TREE --jobs 1 --half-gb 2 --only full-pinned "
+            "half-full-pinned half-full-in-place all-full-pinned paged-experts nvme-full",
+        ),
         (
             "ple_soak",
             "ple_soak.py --model OUT/models/mid --patched TREE --seconds 240 --log OUT/ple_soak/server.log "
@@ -220,7 +244,8 @@ def test_a_matrix_runs_again_for_another_checkpoint_or_stock_tree(machine: Machi
     assert "running again" in matrix(machine, "--tiny", str(model)).stderr
     assert "running again" in matrix(machine, "--tiny", str(model), "--stock", str(stock)).stderr
     call = machine.calls.read_text().splitlines()[-1]
-    assert f"--stock {stock} --half-gb 1 --all-gb 1 --jobs " in call
+    assert f"--stock {stock} --jobs 1 --half-gb 1 --all-gb 1 " in call
+    assert "--other-model" not in call  # the shapes of a given checkpoint are not known
 
 
 def test_a_checkpoint_that_cannot_be_made_fails_its_step_alone(machine: Machine) -> None:
@@ -231,6 +256,7 @@ def test_a_checkpoint_that_cannot_be_made_fails_its_step_alone(machine: Machine)
     assert not machine.calls.exists()
     assert matrix(machine).returncode == 0
     assert (machine.out / "models" / "gpu" / "config.json").is_file()
+    assert (machine.out / "models" / "gpu-other" / "config.json").is_file()
 
 
 @pytest.mark.parametrize(
