@@ -44,6 +44,7 @@ def parser() -> argparse.ArgumentParser:
     add.add_argument("--scale", type=float, default=1.0, help="factor from the raw number to the unit")
     add.add_argument("--metric", default="")
     add.add_argument("--gpu", default="")
+    add.add_argument("--tree", default="", help="with --gpu: the patches that ran, e.g. 'prefix 21'")
     for command in (check, listing, add):
         command.add_argument("--root", type=Path, default=ROOT, help="repository (default: this one)")
         command.add_argument("--json", action="store_true", help="machine-readable output")
@@ -78,7 +79,7 @@ def do_list(args: argparse.Namespace) -> tuple[Report, int]:
 def do_add(args: argparse.Namespace) -> tuple[Report, int]:
     entry = writer.entry_from_raw(
         args.root, args.id, args.raw, args.pointer, unit=args.unit, statement=args.statement, campaign=args.campaign,
-        decimals=args.decimals, scale=args.scale, metric=args.metric, gpu=args.gpu,
+        decimals=args.decimals, scale=args.scale, metric=args.metric, gpu=args.gpu, tree=args.tree,
         base=repository.current_base(args.root),
     )  # fmt: skip
     writer.append(args.root / repository.LEDGER, entry)

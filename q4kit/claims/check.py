@@ -122,7 +122,7 @@ def exact_values(ledger: Ledger, read: Callable[[str], bytes | None]) -> dict[st
             if claim.owner == "derived":
                 values[claim.id] = evaluate(claim.formula)
             elif claim.owner == "ours" and (raw := read(claim.raw)) is not None:
-                values[claim.id] = float(resolve_pointer(json.loads(raw), claim.pointer)) * claim.scale
+                values[claim.id] = float(resolve_pointer(decode_raw(claim.raw, raw), claim.pointer)) * claim.scale
     return values
 
 
@@ -159,7 +159,7 @@ def check_ledger(
 
 def _check_raw_value(where: str, claim: Claim, raw: bytes) -> list[Finding]:
     try:
-        value = resolve_pointer(json.loads(raw), claim.pointer)
+        value = resolve_pointer(decode_raw(claim.raw, raw), claim.pointer)
     except (ValueError, LookupError) as error:
         return [Finding(where, f"pointer {claim.pointer!r} does not lead to a number in {claim.raw}: {error}")]
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -185,6 +185,17 @@ def rounds_to(exact: float, written: float) -> bool:
     if repr(written).endswith(".0"):
         decimals = 0
     return abs(exact - written) <= 0.5 * 10.0**-decimals + 1e-9
+
+
+def decode_raw(name: str, raw: bytes) -> Any:
+    """Return the document of a raw result file: its JSON, or of a `.jsonl` file the list of its lines.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if name.endswith(".jsonl"):
+        return [json.loads(line) for line in raw.splitlines() if line.strip()]
+    return json.loads(raw)
 
 
 def resolve_pointer(data: Any, pointer: str) -> Any:

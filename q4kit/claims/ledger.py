@@ -18,7 +18,7 @@ HIGHER_IS_BETTER = {"pp": True, "tg": True, "throughput": True, "accept_length":
 
 _KNOWN = {
     "id", "owner", "statement", "value", "high", "unit", "metric", "source", "url", "base", "gpu", "n", "sd",
-    "margin", "flags", "conditions", "raw", "sha256", "pointer", "campaign", "scale", "formula", "note",
+    "margin", "flags", "conditions", "raw", "sha256", "pointer", "campaign", "scale", "formula", "note", "tree",
 }  # fmt: skip
 NEEDED = {"ours": ("raw", "sha256", "pointer", "campaign"), "theirs": ("source",), "derived": ("formula",)}
 """What each kind of number must be able to show."""
@@ -45,7 +45,8 @@ class Claim:
     """One number. `owner` is `ours` (has a raw file), `theirs` (has a source to cite) or `derived` (has a formula).
 
     `value` and `high` bound a published range (equal for a single number), in `unit`. `pointer` is the RFC 6901
-    JSON pointer of the number in the raw file, multiplied by `scale` (1000 turns seconds into ms).
+    JSON pointer of the number in the raw file, multiplied by `scale` (1000 turns seconds into ms). `tree` says which
+    patches on `base` a GPU figure of ours was measured with: these states move faster than GPU runs are repeated.
     """
 
     id: str
@@ -71,6 +72,7 @@ class Claim:
     scale: float = 1.0
     formula: str = ""
     note: str = ""
+    tree: str = ""
 
     @property
     def ours(self) -> bool:
@@ -124,6 +126,10 @@ def _claim(entry: Mapping[str, Any], name: str) -> Claim:
     for key in NEEDED[entry["owner"]]:
         if not entry.get(key):
             raise UsageError(f"{name}: a number that is {entry['owner']} needs {key!r}")
+    if entry["owner"] == "ours" and entry.get("gpu") and not entry.get("tree"):
+        raise UsageError(
+            f"{name}: a GPU figure of ours needs 'tree'", remedy='say what was measured, e.g. tree = "prefix 21"'
+        )
     if entry.get("metric") and entry["metric"] not in HIGHER_IS_BETTER:
         raise UsageError(
             f"{name}: metric {entry['metric']!r} is unknown, expected one of {', '.join(HIGHER_IS_BETTER)}"

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import tomlkit
 
-from q4kit.claims.check import resolve_pointer
+from q4kit.claims.check import decode_raw, resolve_pointer
 from q4kit.claims.ledger import ID_PATTERN, load, parse
 from q4kit.errors import UsageError
 from q4kit.report import write_atomic
@@ -30,11 +29,12 @@ def entry_from_raw(
     scale: float = 1.0,
     metric: str = "",
     gpu: str = "",
+    tree: str = "",
 ) -> dict[str, Any]:
     """Return a ledger entry whose value and hash come from the raw file.
 
     Raises:
-        UsageError: the file lies outside the repository's results, is no JSON, or the pointer leads to no number.
+        UsageError: the file lies outside the results folder, is no JSON (lines), or the pointer leads to no number.
     """
     if not ID_PATTERN.fullmatch(claim_id):
         raise UsageError(f"id {claim_id!r}: an id is lower-case letters, digits, dots and hyphens")
@@ -46,12 +46,12 @@ def entry_from_raw(
         )
     try:
         content = path.read_bytes()
-        value = resolve_pointer(json.loads(content), pointer)
+        value = resolve_pointer(decode_raw(path.name, content), pointer)
     except (OSError, ValueError, LookupError) as error:
         raise UsageError(f"{raw}: {error}") from error
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise UsageError(f"{raw}: pointer {pointer!r} leads to {value!r}, not to a number")
-    optional = {"metric": metric, "gpu": gpu, **({"scale": scale} if scale != 1.0 else {})}
+    optional = {"metric": metric, "gpu": gpu, "tree": tree, **({"scale": scale} if scale != 1.0 else {})}
     return {
         "id": claim_id,
         "owner": "ours",

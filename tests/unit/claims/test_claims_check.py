@@ -12,6 +12,7 @@ from q4kit.claims.check import (
     check_document,
     check_ledger,
     evaluate,
+    exact_values,
     heading_anchors,
     patch_message,
     resolve_pointer,
@@ -212,6 +213,16 @@ def test_scale_turns_seconds_into_milliseconds() -> None:
     assert broken(ours(value=57123.4, unit="ms", scale=1000)) == []
 
 
+def test_lines_of_a_jsonl_file_are_counted_from_0() -> None:
+    lines = b'{"us": 1}\n\n{"us": 2.5}\n'
+    claim = ours(raw="results/a.jsonl", sha256=hashlib.sha256(lines).hexdigest(), pointer="/1/us", value=2.5, unit="us")
+    campaign = ["2026-11-29-first"]
+    assert check_ledger(ledger(claim), lambda name: lines, campaign) == []
+    assert exact_values(ledger(claim), lambda name: lines) == {"tg": 2.5}
+    past = check_ledger(ledger({**claim, "pointer": "/2/us"}), lambda name: lines, campaign)
+    assert "does not lead to a number" in str(past[0])
+
+
 def test_derived_numbers_are_recomputed() -> None:
     sound = {"id": "t", "owner": "derived", "statement": "s", "value": 47.7, "unit": "GiB", "base": "b",
              "formula": "320001536 * 160 / 2**30"}  # fmt: skip
@@ -233,6 +244,7 @@ def test_formulas_are_arithmetic_only(formula: str) -> None:
         ({"valeu": 1}, "unknown field 'valeu'"),
         ({"metric": "speed"}, "metric 'speed' is unknown"),
         ({"margin": 3}, "margin must lie between 0 and 1"),
+        ({"gpu": "H200"}, "a GPU figure of ours needs 'tree'"),
         ({"value": 5, "high": 4}, "needs finite value <= high"),
         ({"id": "Upper Case"}, "lower-case"),
     ],

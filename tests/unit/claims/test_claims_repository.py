@@ -46,10 +46,10 @@ def run(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def add(root: Path, claim_id: str = "speed") -> subprocess.CompletedProcess[str]:
+def add(root: Path, claim_id: str = "speed", *more: str) -> subprocess.CompletedProcess[str]:
     return run(
         root, "add", claim_id, "--raw", "results/run.json", "--pointer", "/mean", "--unit", "tok/s",
-        "--statement", "a speed", "--campaign", "2026-11-29-first",
+        "--statement", "a speed", "--campaign", "2026-11-29-first", *more,
     )  # fmt: skip
 
 
@@ -79,6 +79,16 @@ def test_an_id_is_never_given_twice(repo: Path) -> None:
     done = add(repo)
     assert done.returncode == 2
     assert "'speed' exists already" in done.stderr
+
+
+def test_a_gpu_figure_says_which_patches_ran(repo: Path) -> None:
+    before = (repo / "results/claims.toml").read_bytes()
+    done = add(repo, "speed", "--gpu", "H200")
+    assert done.returncode == 2
+    assert "claim 'speed': a GPU figure of ours needs 'tree'" in done.stderr
+    assert (repo / "results/claims.toml").read_bytes() == before
+    assert add(repo, "speed", "--gpu", "H200", "--tree", "prefix 21").returncode == 0
+    assert load(repo / "results/claims.toml").claims["speed"].tree == "prefix 21"
 
 
 def test_raw_files_live_in_results(repo: Path, tmp_path: Path) -> None:
