@@ -86,6 +86,15 @@ def test_wrong_usage_is_refused(
     assert "remedy:" in error
 
 
+def test_a_gpu_gets_a_floor_that_can_decide(tool: ModuleType, model: Path) -> None:
+    def floor(*options: str) -> int:
+        arguments = tool.build_parser().parse_args(["OUT", "--model", str(model), *options])
+        return int(tool.config_of(arguments, series_package.load()).floor_runs)
+
+    assert [floor(), floor("--device=cuda", "--gpus=0"), floor("--floor=2", "--device=cuda", "--gpus=0")] == [1, 5, 2]
+    assert floor("--short") == floor("--short", "--device=cuda", "--gpus=0") == 0
+
+
 def test_a_model_that_is_none_is_refused(tool: ModuleType, tmp_path: Path) -> None:
     assert tool.main([str(tmp_path / "out"), "--model", str(tmp_path)]) == 2
 
