@@ -33,7 +33,7 @@ def parser() -> argparse.ArgumentParser:
         nargs="+",
         default=[8192],
         metavar="N",
-        help="prompt lengths by the server's own count, tokens, up to 262144 (default 8192)",
+        help="prompt lengths by the server's own count, tokens, such as 131072 (default 8192)",
     )
     depth = p.add_mutually_exclusive_group()
     depth.add_argument("-d", "--depths", type=float, nargs="+", metavar="F", help="depths, 0..1")
