@@ -50,7 +50,8 @@ def run(
     """Measure, and return a report even when the user or the server cut the run short."""
     chosen = _questions(domain_options) if domain_options is not None else []
     # Asked for first: a server that is down is an error, not a partial result, and Ctrl-C must not lose it.
-    block = provenance.collect(client, tool="bench_speed")
+    table = {"table": config.table[0]} if config.table else {}
+    block = provenance.collect(client, tool="bench_speed", files=table)
     client.server_info()
     result = RunResult()
     if config.contexts:

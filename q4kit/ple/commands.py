@@ -11,9 +11,8 @@ from typing import Any
 
 from q4kit import provenance
 from q4kit.errors import EnvironmentFault, UsageError
-from q4kit.ple import contenders, disk, fio, flat, measure, patched, render, summary
+from q4kit.ple import contenders, fio, flat, measure, patched, render, summary
 from q4kit.report import Report
-from q4kit.versions import version_of
 
 READERS = ("auto", "io_uring", "io_uring-cached", "pread", "mmap")
 CACHED = "-cached"
@@ -78,11 +77,9 @@ def bench(
         **ratios,
         "lines": [asdict(line) for line in lines],
         "raw": measured.to_json(),
-        "provenance": provenance.collect(None, tool="ple_bench")
+        "provenance": provenance.collect(None, tool="ple_bench", package=patched.package(rows), files={"table": path})
         | {
-            "disk": disk.describe(path),
             "fio": fio.version() if with_fio else None,
-            "sglang": version_of("sglang"),
             "load_average": load,
         },
     }

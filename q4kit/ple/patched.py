@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+from pathlib import Path
 from types import ModuleType
 
 from q4kit.errors import EnvironmentFault
@@ -27,3 +28,8 @@ def rows_module() -> ModuleType:
             f"{missing} ({error.name} not found)",
             remedy="apply the series to the environment's SGLang: python tools/series.py apply",
         ) from error
+
+
+def package(rows: ModuleType) -> Path:
+    """Return the folder of the sglang package that the row reader package lies in."""
+    return Path(str(rows.__file__)).parents[len(_MODULE.split(".")) - 1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import struct
 import subprocess
 from pathlib import Path
@@ -53,6 +54,42 @@ def test_a_block_without_a_server_names_commit_and_machine() -> None:
 def test_a_folder_without_a_repository_is_unknown_not_an_error(tmp_path: Path) -> None:
     block = provenance.collect(None, root=tmp_path)
     assert block["tool"]["commit"].startswith("unknown: git exit code")
+
+
+def test_a_copy_without_git_is_still_told_by_its_sources(tmp_path: Path) -> None:
+    root = Path(provenance.__file__).parents[1]
+    for name in ("q4kit", "tools"):
+        shutil.copytree(root / name, tmp_path / name)
+    (tmp_path / "pyproject.toml").touch()
+    here, copy = (provenance.collect(None, root=place)["tool"] for place in (root, tmp_path))
+    assert copy["commit"].startswith(provenance.UNKNOWN)
+    assert copy["trees"] == {name: here["trees"][name] for name in ("q4kit", "tools")}
+    (tmp_path / "tools" / "bench_speed.py").write_text("pass\n")
+    changed = provenance.collect(None, root=tmp_path)["tool"]["trees"]
+    assert changed["q4kit"] == here["trees"]["q4kit"]
+    assert changed["tools"] != here["trees"]["tools"]
+
+
+def test_the_disk_of_a_file_is_in_the_machine_block(tmp_path: Path) -> None:
+    (tmp_path / "table.bin").write_bytes(b"x")
+    files = {"table": tmp_path / "table.bin", "gone": tmp_path / "gone.bin"}
+    disks = provenance.collect(None, files=files)["machine"]["disks"]
+    assert disks["table"]["filesystem"]
+    assert disks["table"]["free_bytes"] > 0
+    assert disks["gone"] == "unknown: gone.bin is not on this machine"
+
+
+def test_the_disk_of_a_checkpoint_is_that_of_its_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A snapshot of a cache holds links: what counts is the disk that they lead to."""
+    model, blobs, table = (tmp_path / name for name in ("model", "blobs", "table"))
+    for folder in (model, blobs, table):
+        folder.mkdir()
+    (blobs / "abc").write_bytes(b"x")
+    (model / "model.safetensors").symlink_to(blobs / "abc")
+    monkeypatch.setattr(provenance.disk, "describe", lambda path: {"device": path.name})
+    info = {"model_path": str(model), "ple_offload_dir": str(table)}
+    assert provenance._server_disks(info, None) == {"checkpoint": {"device": "abc"}, "table": {"device": "table"}}
+    assert provenance._server_disks({**info, "ple_offload_dir": None}, None).keys() == {"checkpoint"}
 
 
 def test_equal_blocks_are_comparable() -> None:
