@@ -32,6 +32,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--model", type=Path, required=True, help="checkpoint of make_tiny_model.py --preset mini")
     parser.add_argument("--faults", type=Path, default=faults.FOLDER / "faults.toml", help="the list (data/faults)")
     parser.add_argument("--only", action="append", metavar="NAME", help="this fault (repeats)")
+    parser.add_argument(
+        "--floor-runs", type=int, default=faults.FLOOR_RUNS, metavar="N",
+        help="runs of the undamaged model in the floor, a server start each, the reference among them (default 5)",
+    )  # fmt: skip
     parser.add_argument("--python", default=sys.executable, metavar="PY", help="interpreter that serves (this one)")
     args = parser.parse_args(argv)
     try:
@@ -44,9 +48,11 @@ def main(argv: list[str] | None = None) -> int:
         if not (args.model / "config.json").is_file():
             raise UsageError(f"{args.model} holds no config.json", remedy="make one with tools/make_tiny_model.py")
         chosen = [fault for fault in listed if not args.only or fault.name in args.only]
-        bench = faults.Bench(args.out.resolve(), args.model.resolve(), load(), args.python, progress)
+        bench = faults.Bench(
+            args.out.resolve(), args.model.resolve(), load(), args.python, progress, floor_runs=args.floor_runs
+        )
         found = faults.find(bench, chosen)
-        report = faults.report(args.model.name, found)
+        report = faults.report(args.model.name, found, bench.provenance(found))
         write_atomic(args.out / "table.md", report.markdown().encode())
         write_json(args.out / "table.json", report.to_json())
     except Q4Error as error:

@@ -6,7 +6,7 @@ import os
 import re
 import tempfile
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -38,7 +38,9 @@ OPTIONS = Options(scored=450, decode_tokens=76, max_prompt_tokens=300)
 
 SCHEMA = "q4kit.oracle_faults/1"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
-_TAKEN = ("reference", "restart")
+FLOOR_RUNS = floors.ADVISED_RUNS
+"""Runs of the undamaged model that make the floor, each in a server of its own, the reference among them."""
+_TAKEN = re.compile(r"reference|restart(-\d+)?")
 """Names of the recordings that every folder holds."""
 
 
@@ -91,9 +93,9 @@ def read_faults(path: Path) -> tuple[Fault, ...]:
         faults: list[Fault] = []
         for entry in entries:
             name = str(entry.get("name"))
-            if not _NAME.fullmatch(name) or name in (*_TAKEN, *(fault.name for fault in faults)):
+            if not _NAME.fullmatch(name) or _TAKEN.fullmatch(name) or name in (fault.name for fault in faults):
                 raise ValueError(
-                    f"name {name!r}: expected letters, digits, - and _, used once, no {' or '.join(_TAKEN)}"
+                    f"name {name!r}: expected letters, digits, - and _, used once, no reference, restart or restart-N"
                 )
             if ("tensor" in entry) == ("patch" in entry):
                 raise ValueError(f"{entry.get('name')}: give tensor or patch, one of the two")
@@ -111,8 +113,22 @@ def read_faults(path: Path) -> tuple[Fault, ...]:
 class Bench:
     """Records the pin on one model, and the pin with each fault, into a folder; what is there is not measured again."""
 
-    def __init__(self, folder: Path, model: Path, series: Series, python: str, progress: Progress) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        model: Path,
+        series: Series,
+        python: str,
+        progress: Progress,
+        *,
+        floor_runs: int = FLOOR_RUNS,
+    ) -> None:
         self.folder, self.model, self.series, self.python, self.progress = folder, model, series, python, progress
+        if floor_runs < floors.MIN_RUNS:
+            raise UsageError(
+                f"{floor_runs} runs for the floor: at least {floors.MIN_RUNS}, {floors.ADVISED_RUNS} are advised"
+            )
+        self.floor_runs = floor_runs
         self._tree: Path | None = None
 
     def reference(self) -> Recording:
@@ -120,8 +136,24 @@ class Bench:
         return self._recorded("reference", self.model, None, None)
 
     def floor(self, reference: Recording) -> Floor:
-        """Return the floor: the reference and a restart."""
-        return floors.build([reference, self._recorded("restart", self.model, None, reference)])
+        """Return the floor: the reference and one run after each further restart."""
+        names = ["restart", *(f"restart-{number}" for number in range(2, self.floor_runs))]
+        return floors.build([reference, *(self._recorded(name, self.model, None, reference) for name in names)])
+
+    def provenance(self, found: Sequence[Found]) -> dict[str, Any]:
+        """Return what was measured with what: the reference's block in full, of each fault what may differ."""
+        reference = self.reference()
+        return provenance.collect(None, tool="oracle_faults") | {
+            "reference": reference.provenance,
+            "floor": self.floor(reference).runs,
+            "faults": {
+                each.fault.name: {
+                    name: recorded.get(name) for name in ("time", "server_started", "sglang", "series", "model")
+                }
+                for each in found
+                for recorded in [recordings.read(self._path(each.fault.name)).provenance]
+            },
+        }
 
     def damaged(self, fault: Fault, reference: Recording) -> Recording:
         """Return the recording with one fault in place."""
@@ -223,8 +255,12 @@ def find(bench: Bench, faults: Sequence[Fault]) -> list[Found]:
     return found
 
 
-def report(model: str, found: Sequence[Found]) -> Report:
-    """Return the table: HOLDS when the oracle sees every fault and the fixed rule none."""
+def report(model: str, found: Sequence[Found], block: Mapping[str, Any] | None = None) -> Report:
+    """Return the table: HOLDS when the oracle sees every fault and the fixed rule none.
+
+    Args:
+        block: of `Bench.provenance`.
+    """
     table = Table(
         ["fault", "prefill mean", "prefill max", "fixed rule", "decode mean", "decode max", "diverged", "oracle"],
         notes=[f"Fixed rule: mean <= {SEED_MEAN} and max <= {SEED_MAX} nats over the prefill leg."],
@@ -265,7 +301,8 @@ def report(model: str, found: Sequence[Found]) -> Report:
                     },
                 }
                 for f in found
-            ]
+            ],
+            "provenance": dict(block or {}),
         },
     )
 

@@ -50,6 +50,7 @@ def test_each_listed_tensor_is_one_of_the_checkpoint_that_the_list_is_for(tmp_pa
         ("faults = 1\n", "fault"),
         ('[[fault]]\nname = "../a"\nwhat = "w"\ntensor = "t"\n', "name '../a': expected letters"),
         ('[[fault]]\nname = "restart"\nwhat = "w"\ntensor = "t"\n', "name 'restart': expected letters"),
+        ('[[fault]]\nname = "restart-3"\nwhat = "w"\ntensor = "t"\n', "name 'restart-3': expected letters"),
     ],
 )
 def test_a_wrong_entry_is_named(tmp_path: Path, text: str, message: str) -> None:
@@ -86,8 +87,9 @@ FAULT = faults.Fault("f", "a fault", tensor="t")
 def bench(tmp_path: Path, model: Path) -> faults.Bench:
     """Return a bench whose recordings are all there, so that it starts no server."""
     made = faults.Bench(tmp_path / "out", model, series_package.load(), "no-python", lambda _: None)
+    restarts = {f"restart{number}": 0.0 for number in ("", "-2", "-3", "-4")}
     with made.opened([FAULT]):
-        for run, (name, shift) in enumerate({"reference": 0.0, "restart": 0.0, "f": 1e-3}.items()):
+        for run, (name, shift) in enumerate({"reference": 0.0, **restarts, "f": 1e-3}.items()):
             recordings.write(recording(run, shift=shift), made.folder / f"{name}.jsonl.gz")
     return made
 
@@ -95,6 +97,28 @@ def bench(tmp_path: Path, model: Path) -> faults.Bench:
 def test_what_is_recorded_is_judged_again_without_a_server(bench: faults.Bench) -> None:
     assert faults.exit_code(faults.find(bench, [FAULT])) == 0
     assert faults.exit_code(faults.find(bench, [replace(FAULT, what="in other words")])) == 0
+
+
+def test_the_floor_is_five_runs_and_the_table_says_what_ran(bench: faults.Bench) -> None:
+    found = faults.find(bench, [FAULT])
+    assert "over 5 runs" in found[0].comparison.evidence
+    block = faults.report("m", found, bench.provenance(found)).to_json()["provenance"]
+    assert len(block["floor"]) == 5
+    assert len({run["id"] for run in block["floor"]}) == 5
+    assert set(block["tool"]["trees"]) == {"q4kit", "tools", "tests/gpu"}
+    assert block["reference"] == recordings.read(bench.folder / "reference.jsonl.gz").provenance
+    assert block["faults"]["f"]["model"] == block["reference"]["model"]
+
+
+def test_a_larger_floor_is_measured_and_not_made_up(bench: faults.Bench) -> None:
+    """The sixth run is not there, so a server would have to be started for it: with no interpreter that fails."""
+    larger = faults.Bench(bench.folder, bench.model, bench.series, "no-python", lambda _: None, floor_runs=6)
+    with pytest.raises(UsageError, match="no-python"):
+        faults.find(larger, [FAULT])
+    smaller = faults.Bench(bench.folder, bench.model, bench.series, "no-python", lambda _: None, floor_runs=3)
+    assert "over 3 runs" in faults.find(smaller, [FAULT])[0].comparison.evidence
+    with pytest.raises(UsageError, match="1 runs for the floor: at least 2"):
+        faults.Bench(bench.folder, bench.model, bench.series, "no-python", lambda _: None, floor_runs=1)
 
 
 @pytest.mark.parametrize(
