@@ -66,8 +66,10 @@ def record(arguments: argparse.Namespace) -> Result:
         ("content", target.content_hash()),
         ("prompt set", f"{target.header['prompt_set']['name']} {target.header['prompt_set']['sha256'][:16]}"),
     ]
+    warnings = render.cache_warnings("recording", target.cache_unknown, len(target.results))
     data = {
         "complete": target.complete,
+        "cache_unknown": target.cache_unknown,
         "positions": {
             leg: sum(result.item.scored for result in target.results if result.item.leg == leg) for leg in align.LEGS
         },
@@ -75,7 +77,7 @@ def record(arguments: argparse.Namespace) -> Result:
         "tokenizer": target.header["tokenizer"],
         "provenance": target.provenance,
     }
-    return Result(Report("logprob_diff record", facts=facts, data=data), exit_codes.HOLDS)
+    return Result(Report("logprob_diff record", facts=facts, warnings=warnings, data=data), exit_codes.HOLDS)
 
 
 def compare(arguments: argparse.Namespace) -> Result:
@@ -99,6 +101,9 @@ def compare(arguments: argparse.Namespace) -> Result:
     differences = align.check_plans(reference, candidate, vary=arguments.vary)
     found = judge.compare(reference, candidate, floor, tolerance=arguments.tolerance)
     if floor is not None:
+        unsure = sum(bool(run.get("cache_unknown")) for run in floor.runs)
+        if unsure:
+            found.warnings.append(f"{unsure} of the floor's {len(floor.runs)} runs do not say that nothing was cached")
         if len(floor.runs) < floors.ADVISED_RUNS:
             found.warnings.append(f"the floor has {len(floor.runs)} runs, {floors.ADVISED_RUNS} are advised")
         unlike = [

@@ -51,7 +51,8 @@ class Floor:
     plan: str
     provenance: dict[str, Any]
     runs: list[dict[str, Any]]
-    """One entry a run: id, time, server start, provenance differences to the base."""
+    """One entry a run: id, time, server start, provenance differences to the base; `cache_unknown`: items without a
+    count of cached tokens, where there are any."""
     items: list[FloorItem]
 
     @property
@@ -92,6 +93,7 @@ def build(recordings: Sequence[Recording], *, vary: Iterable[str] = ()) -> Floor
                 "time": recording.provenance.get("time"),
                 "server_started": recording.provenance.get("server_started"),
                 "differences": {difference.field: difference.right for difference in found if _matters(difference)},
+                **({"cache_unknown": recording.cache_unknown} if recording.cache_unknown else {}),
             }
         )
         for index, item in enumerate(align.pair(base, recording)):

@@ -79,6 +79,11 @@ class Recording:
         block: dict[str, Any] = self.header["provenance"]
         return block
 
+    @property
+    def cache_unknown(self) -> int:
+        """Number of items of which the server did not say how much of the prompt was cached."""
+        return sum(result.cached_tokens is None for result in self.results)
+
     def content_hash(self) -> str:
         """Return a hash over every measured value: equal hashes mean bit-identical results."""
         digest = hashlib.sha256()

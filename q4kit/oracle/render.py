@@ -47,6 +47,8 @@ def comparison_report(
         ],
         warnings=[*found.warnings],
     )
+    for side, recording in (("reference", reference), ("candidate", candidate)):
+        report.warnings += cache_warnings(side, recording.cache_unknown, len(recording.results))
     if found.heterogeneous:
         report.warnings.append(
             "the floor is not one population: " + ", ".join(found.heterogeneous) + " differ from the other runs"
@@ -74,6 +76,16 @@ def comparison_report(
     return report
 
 
+def cache_warnings(what: str, unknown: int, items: int) -> list[str]:
+    """Return what must be said where a prefix cache cannot be excluded: that, and what it means; nothing otherwise."""
+    if not unknown:
+        return []
+    return [
+        f"{what}: the server did not say for {unknown} of {items} items how many prompt tokens came from a prefix "
+        "cache, so 0 is assumed and not proven (SGLang says it with --enable-cache-report)"
+    ]
+
+
 def floor_report(floor: Floor, sizes: Mapping[str, tuple[float, float, int]]) -> Report:
     """Return the report of a floor; `sizes` holds (largest mean, maximum, positions) of each leg."""
     report = Report(
@@ -98,6 +110,7 @@ def floor_report(floor: Floor, sizes: Mapping[str, tuple[float, float, int]]) ->
             )
     runs = Table(["run", "time", "server started", "differs in"], title="Runs")
     for index, run in enumerate(floor.runs):
+        report.warnings += cache_warnings(f"run {index}", run.get("cache_unknown", 0), len(floor.items))
         runs.add(index, run["time"], run["server_started"], ", ".join(run["differences"]) or None)
     report.blocks += [table, runs]
     report.data = {
@@ -187,10 +200,15 @@ def _percentiles(found: Comparison) -> Table:
 
 
 def _bins(found: Comparison) -> Table:
-    table = Table(["leg", "place", "positions", "mean |change|", "max |change|"], title="By place")
+    table = Table(
+        ["leg", "place", "positions", "mean |change|", "max |change|", "flips: near-ties", "flips: real"],
+        title="By place",
+    )
     for leg in found.legs.values():
-        for name, (count, mean, largest) in leg.bins.items():
-            table.add(leg.leg, name, count, mean, largest)
+        for name, place in leg.bins.items():
+            table.add(
+                leg.leg, name, place.positions, place.mean, place.maximum, place.near_ties, place.real_flips
+            )  # fmt: skip
     return table
 
 
@@ -244,5 +262,13 @@ def _leg_json(leg: LegSummary) -> dict[str, Any]:
         "kl": None if leg.kl is None else {"low": leg.kl.low, "high": leg.kl.high, "missing": leg.kl.missing},
         "flips": {"near_tie": len(leg.flips) - leg.real_flips, "real": leg.real_flips},
         "divergences": [[each.item, each.offset, each.margin] for each in leg.divergences],
-        "bins": {name: list(values) for name, values in leg.bins.items()},
+        "bins": {
+            name: {
+                "positions": place.positions,
+                "mean": place.mean,
+                "max": place.maximum,
+                "flips": {"near_tie": place.near_ties, "real": place.real_flips},
+            }
+            for name, place in leg.bins.items()
+        },
     }

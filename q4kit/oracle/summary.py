@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -29,6 +30,43 @@ class Flip:
     near_tie: bool
 
 
+@dataclass(slots=True)
+class Bin:
+    """One place: a prompt, a depth in the context, or a range of decode steps.
+
+    Attributes:
+        sizes: |change| of its compared positions, nats.
+        near_ties, real_flips: argmax changes there, up to the near-tie bound and wider. A flip of a segment's first
+            token is in no `sizes`: its position is not scored, and it is no decode step.
+    """
+
+    sizes: list[float] = field(default_factory=list)
+    near_ties: int = 0
+    real_flips: int = 0
+
+    @property
+    def positions(self) -> int:
+        """Number of compared positions."""
+        return len(self.sizes)
+
+    @property
+    def mean(self) -> float | None:
+        """Mean |change|, nats; None where nothing could be compared."""
+        return float(np.mean(self.sizes)) if self.sizes else None
+
+    @property
+    def maximum(self) -> float | None:
+        """Largest |change|, nats; None where nothing could be compared."""
+        return max(self.sizes, default=None)
+
+    def count(self, flip: Flip) -> None:
+        """Add an argmax change."""
+        if flip.near_tie:
+            self.near_ties += 1
+        else:
+            self.real_flips += 1
+
+
 @dataclass(frozen=True, slots=True)
 class LegSummary:
     """Figures of one leg; changes are candidate minus reference, in nats.
@@ -44,7 +82,7 @@ class LegSummary:
         k3: mean of exp(r) - 1 - r.
         kl: mean KL(reference || candidate) over positions with alternatives: proven low, conditional high.
         flips: argmax changes on both sides of the near-tie bound.
-        bins: count, mean |change| and maximum by prompt, by depth in the context and by decode step.
+        bins: changes and flips by prompt, by depth in the context and by decode step.
     """
 
     leg: str
@@ -62,7 +100,7 @@ class LegSummary:
     kl: KlInterval | None
     flips: tuple[Flip, ...]
     divergences: tuple[Divergence, ...]
-    bins: dict[str, tuple[int, float, float]]
+    bins: dict[str, Bin]
 
     @property
     def real_flips(self) -> int:
@@ -91,12 +129,6 @@ def summarise(leg: str, pairs: Sequence[ItemPair], *, near_tie: float) -> LegSum
     if not rows:
         return None
     change = changes(rows)
-    groups: dict[str, list[float]] = {}
-    for pair in chosen:
-        for step, row in enumerate(pair.rows, start=1):
-            size = abs(row.logprob - row.ref.logprob)
-            for name in _bin_names(pair, row, step):
-                groups.setdefault(name, []).append(size)
     return LegSummary(
         leg=leg,
         positions=len(rows),
@@ -111,14 +143,27 @@ def summarise(leg: str, pairs: Sequence[ItemPair], *, near_tie: float) -> LegSum
         signs=sign_test(change),
         k3=bootstrap_interval(k3(change), lambda values: values.mean(axis=-1)),
         kl=_mean_kl(rows),
-        flips=tuple(_flips(chosen, near_tie)),
+        flips=tuple(flip for pair in chosen for _, _, flip in _flips(pair, near_tie)),
         divergences=tuple(pair.divergence for pair in chosen if pair.divergence),
-        bins={name: (len(groups[name]), float(np.mean(groups[name])), max(groups[name])) for name in sorted(groups)},
+        bins=_bins(chosen, near_tie),
     )
 
 
+def _bins(pairs: Sequence[ItemPair], near_tie: float) -> dict[str, Bin]:
+    """Return the bins that hold anything, by name in order."""
+    found: defaultdict[str, Bin] = defaultdict(Bin)
+    for pair in pairs:
+        for step, row in enumerate(pair.rows, start=1):
+            for name in _bin_names(pair, row, step):
+                found[name].sizes.append(abs(row.logprob - row.ref.logprob))
+        for step, row, flip in _flips(pair, near_tie):
+            for name in _bin_names(pair, row, step):
+                found[name].count(flip)
+    return {name: found[name] for name in sorted(found)}
+
+
 def _bin_names(pair: ItemPair, row: Row, step: int) -> list[str]:
-    """Return the bins of a position: its prompt, its depth in the context (by factors of 4), its decode step."""
+    """Return the bins of a position: its prompt, its depth in the context (by factors of 4), its decode step if > 0."""
 
     def span(value: int, low: int) -> str:
         while value >= 4 * low:
@@ -127,7 +172,7 @@ def _bin_names(pair: ItemPair, row: Row, step: int) -> list[str]:
 
     names = [f"prompt {pair.prompt}"]
     names.append(f"position {span(row.ref.pos, 256)}" if row.ref.pos >= 256 else "position     0 .. 255")
-    if pair.leg == "decode":
+    if pair.leg == "decode" and step:
         names.append(f"decode step {span(step, 1)}")
     return names
 
@@ -147,18 +192,16 @@ def _mean_kl(rows: Sequence[Row]) -> KlInterval | None:
     )
 
 
-def _flips(pairs: Sequence[ItemPair], near_tie: float) -> list[Flip]:
-    flips = []
-    for pair in pairs:
-        for row in pair.rows:
-            if row.ref.top and row.other.top and row.ref.top[0][0] != row.other.top[0][0]:
-                gap = margin(row.ref)
-                flips.append(Flip(pair.name, row.ref.pos, gap, gap <= near_tie))
-        if pair.divergence and pair.divergence.offset == 0:
-            # The extend's token is no scored row, but its flip lost the whole segment.
-            gap = pair.divergence.margin
-            flips.append(Flip(pair.name, pair.divergence.row.ref.pos, gap, gap <= near_tie))
-    return flips
+def _flips(pair: ItemPair, near_tie: float) -> Iterator[tuple[int, Row, Flip]]:
+    """Yield decode step (0 for the extend's token), row and flip of every argmax change of an item."""
+    for step, row in enumerate(pair.rows, start=1):
+        if row.ref.top and row.other.top and row.ref.top[0][0] != row.other.top[0][0]:
+            gap = margin(row.ref)
+            yield step, row, Flip(pair.name, row.ref.pos, gap, gap <= near_tie)
+    if pair.divergence and pair.divergence.offset == 0:
+        # The extend's token is no scored row, but its flip lost the whole segment.
+        gap = pair.divergence.margin
+        yield 0, pair.divergence.row, Flip(pair.name, pair.divergence.row.ref.pos, gap, gap <= near_tie)
 
 
 def self_consistency(positions: Sequence[tuple[float, float]]) -> Estimate | None:

@@ -153,6 +153,38 @@ def test_near_ties_and_real_flips_are_told_apart(reference, floor) -> None:
     assert judge.compare(near, candidate, floor).legs["prefill"].real_flips == 0
 
 
+def other_first(recording: Recording, item: int, index: int) -> None:
+    """Rank another token first at one position; the token that was generated stays."""
+    position = recording.results[item].positions[index]
+    position.top = [(1, position.logprob + 0.1), (position.token, position.logprob)]
+
+
+def test_flips_are_counted_by_place_near_ties_apart(floor) -> None:
+    near, candidate = made(0), made(9)
+    prefill_a, prefill_b, *segments = range(len(near.results))
+    assert [near.results[i].item.prompt for i in (prefill_a, prefill_b)] == ["a", "b"]
+    for position in near.results[prefill_a].positions:
+        position.top = [(position.token, position.logprob), (1, position.logprob - 1e-5)]
+    for item, index in ((prefill_a, 5), (prefill_a, 9), (prefill_b, 7), (segments[0], 1), (segments[0], 15)):
+        other_first(candidate, item, index)
+    # The first token of a segment is not scored, but its flip is one.
+    start = candidate.results[segments[1]].positions
+    for position in start:
+        position.token += 1
+    start[0].top = [(start[0].token, -0.5), (start[0].token - 1, -1.75)]
+    legs = judge.compare(near, candidate, floor).legs
+
+    def flips(leg: str, kind: str) -> dict[str, tuple[int, int]]:
+        bins = legs[leg].bins.items()
+        return {name: (b.near_ties, b.real_flips) for name, b in bins if name.startswith(kind)}
+
+    assert flips("prefill", "prompt") == {"prompt a": (2, 0), "prompt b": (0, 1)}
+    assert sum(near + real for near, real in flips("prefill", "position").values()) == 3
+    assert flips("decode", "decode step") == {"decode step     1 .. 3": (0, 1), "decode step     4 .. 15": (0, 1)}
+    for kind in ("prompt", "position"):
+        assert sum(real for _, real in flips("decode", kind).values()) == legs["decode"].real_flips == 3
+
+
 def test_figures_are_those_of_the_planted_change(reference) -> None:
     candidate = made(0)
     for result in candidate.results:
@@ -167,7 +199,7 @@ def test_figures_are_those_of_the_planted_change(reference) -> None:
     assert leg.signs[:2] == (0, SCORED)
     assert leg.percentiles[50].value == pytest.approx(-0.25)
     assert leg.seed_holds is False
-    counts = {name: row[0] for name, row in leg.bins.items()}
+    counts = {name: place.positions for name, place in leg.bins.items()}
     assert counts == {"prompt a": 150, "prompt b": 300, "position   256 .. 1023": 374, "position  1024 .. 4095": 76}
 
 
@@ -178,7 +210,7 @@ def test_a_fault_that_grows_with_the_decode_step_shows_in_its_bins(reference) ->
             for step, position in enumerate(result.positions):
                 position.logprob -= 0.01 * step
     bins = judge.compare(reference, candidate, None).legs["decode"].bins
-    means = [row[1] for name, row in bins.items() if name.startswith("decode step")]
+    means = [place.mean for name, place in bins.items() if name.startswith("decode step")]
     assert means == pytest.approx([0.02, 0.095], abs=2e-3)
 
 

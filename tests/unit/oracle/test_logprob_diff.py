@@ -101,7 +101,47 @@ def test_a_changed_server_is_different_against_its_floor(
     data = json.loads(result.read_text())
     assert data["verdict"] == "DIFFERENT"
     assert data["seed_policy"].keys() == {"prefill", "decode"}
+    assert "flips: near-ties  flips: real" in out
+    for leg in data["legs"].values():
+        places = [place["flips"] for name, place in leg["bins"].items() if name.startswith("prompt")]
+        for kind in ("near_tie", "real"):
+            assert sum(place[kind] for place in places) == leg["flips"][kind]
+    assert sum(leg["flips"]["real"] for leg in data["legs"].values()) > 0
     assert data["provenance"]["reference"]["model"]["name"] == "fake"
+
+
+OPENAI = ["--backend", "openai", "--no-decode", *SMALL]
+
+
+def test_a_server_that_does_not_report_cached_tokens_is_usable_and_said_so(
+    run, server: FakeServer, tmp_path: Path
+) -> None:
+    paths = [tmp_path / f"{name}.jsonl.gz" for name in "abc"]
+    for path in paths:
+        code, out, _ = run("record", "--base-url", server.base_url, "--out", path, *OPENAI)
+        assert code == 0
+        assert "[warn: recording: the server did not say for 6 of 6 items" in out
+    code, out, _ = run("compare", *paths[:2])
+    assert code == 0
+    assert "** EQUIVALENT **" in out
+    for side in ("reference", "candidate"):
+        assert f"[warn: {side}: the server did not say for 6 of 6 items" in out
+    code, out, _ = run("floor", *paths, "--out", tmp_path / "f.jsonl")
+    assert code == 0
+    assert "[warn: run 2: the server did not say for 6 of 6 items" in out
+    _, out, _ = run("compare", *paths[:2], "--floor", tmp_path / "f.jsonl")
+    assert "[warn: 3 of the floor's 3 runs do not say that nothing was cached]" in out
+
+
+def test_a_server_that_reports_no_cached_tokens_at_0_needs_no_warning(run, server: FakeServer, tmp_path: Path) -> None:
+    server.spoil = lambda payload, answer: answer["usage"].update(prompt_tokens_details={"cached_tokens": 0})
+    result = tmp_path / "r.json"
+    code, out, _ = run(
+        "record", "--base-url", server.base_url, "--out", tmp_path / "a.jsonl", "--json", result, *OPENAI
+    )
+    assert code == 0
+    assert "warn:" not in out
+    assert json.loads(result.read_text())["cache_unknown"] == 0
 
 
 def test_saving_keeps_the_candidate(run, server: FakeServer, reference: Path, tmp_path: Path) -> None:

@@ -95,6 +95,13 @@ def test_a_broken_answer_stops_the_recording_by_name(name: str, client: Client, 
     assert target.reason
 
 
+def test_the_native_route_must_say_that_nothing_was_cached(client: Client, server: FakeServer) -> None:
+    server.spoil = lambda payload, answer: answer["meta_info"].pop("cached_tokens")
+    with pytest.raises(ServerError, match="the answer has no count of cached tokens, expected 0") as caught:
+        measure.run(client, measure.new_recording(client, options=OPTIONS))
+    assert "--backend openai" in caught.value.remedy
+
+
 def test_a_prefix_cache_hit_is_refused(client: Client, server: FakeServer) -> None:
     server.spoil = lambda payload, answer: answer["meta_info"].update(cached_tokens=64)
     with pytest.raises(NotComparableError, match="64 prompt tokens came from the prefix cache, expected 0"):
