@@ -15,6 +15,7 @@ from q4kit.bench.accounting import NAN_MATCHED, Delta, Expectation, StreamSample
 from q4kit.bench.domains import Question
 from q4kit.bench.machine import PageCache, Snapshot
 from q4kit.bench.prompts import exact_prompt, repeat_seed
+from q4kit.bench.room import room
 from q4kit.bench.stream import chat_deltas, native_deltas
 from q4kit.bench.texts import TextKind
 from q4kit.errors import ServerError, UsageError
@@ -225,19 +226,14 @@ def _consume(start: float, deltas: Iterable[Delta], expect: Expectation) -> Stre
 
 
 def check_room(info: Mapping[str, Any], context: int, tokens: int) -> None:
-    """Raise UsageError when `context + tokens` cannot fit, as far as the server says what fits."""
-    limits = {
-        "context_length": info.get("context_length"),
-        "max_total_num_tokens": info.get("max_total_num_tokens"),
-        "max_req_input_len": info.get("max_req_input_len"),
-    }
-    for name, limit in limits.items():
-        needed = context if name == "max_req_input_len" else context + tokens
-        if isinstance(limit, int) and needed > limit:
-            raise UsageError(
-                f"context {context} + {tokens} tokens does not fit: the server's {name} is {limit}",
-                remedy="leave this context out, or start the server with a larger one",
-            )
+    """Raise UsageError when a context and its tokens cannot fit, as far as the server says what fits."""
+    found = room(info, tokens)
+    if found is not None and context > found.longest:
+        raise UsageError(
+            f"context {context} + {tokens} tokens does not fit: the server's {found.name} is {found.limit}",
+            remedy=f"the longest context that fits is {max(found.longest, 0)}; leave this one out, or start the server "
+            f"with a larger {found.name}",
+        )
 
 
 def run_contexts(

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol
 
+from q4kit.bench.room import room
 from q4kit.errors import ServerError, UsageError
 from q4kit.needle.codes import Needle
 from q4kit.needle.haystack import Frame, Haystack, Hidden, TokenTexts, ask, build, chat_frame, chat_mark
@@ -134,14 +135,14 @@ def run(
 
 def check_room(info: Mapping[str, Any], length: int, answer_tokens: int) -> None:
     """Raise UsageError when the longest prompt and its answer cannot fit, as far as the server says what fits."""
-    for name in ("context_length", "max_total_num_tokens"):
-        limit = info.get(name)
-        if isinstance(limit, int) and length + answer_tokens > limit:
-            raise UsageError(
-                f"a prompt of {length} tokens and {answer_tokens} for the answer do not fit: "
-                f"the server's {name} is {limit}",
-                remedy="use shorter --lengths, or start the server with a larger one",
-            )
+    found = room(info, answer_tokens)
+    if found is not None and length > found.longest:
+        raise UsageError(
+            f"a prompt of {length} tokens and {answer_tokens} for the answer do not fit: "
+            f"the server's {found.name} is {found.limit}",
+            remedy=f"the largest length that fits is {max(found.longest, 0)}: -l {max(found.longest, 0)}, or start the "
+            f"server with a larger {found.name}",
+        )
 
 
 class _Runner:

@@ -13,6 +13,7 @@ from q4kit.bench import render
 from q4kit.bench.domains import questions
 from q4kit.bench.machine import PageCache, Snapshot, evict, page_cache_state, residency, warm
 from q4kit.bench.prompts import exact_prompt
+from q4kit.bench.room import Room, room
 from q4kit.bench.runner import Api, BenchConfig, Ended, RunResult, run_contexts, run_domains
 from q4kit.bench.summary import summarise, summarise_domains
 from q4kit.bench.texts import TextKind, build
@@ -171,9 +172,24 @@ def test_context_that_cannot_fit_is_refused_before_anything_is_sent() -> None:
     fake.info["context_length"] = 4096
     with pytest.raises(
         UsageError, match=r"context 10001 \+ 20 tokens does not fit: the server's context_length is 4096"
-    ):
+    ) as caught:
         run(fake, BenchConfig((101, 10001), tokens=20))
     assert fake.payloads("/generate") == []
+    assert "the longest context that fits is 4074" in caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("info", "new", "expected"),
+    [
+        ({"context_length": 4096}, 20, Room(4074, "context_length", 4096)),
+        ({"context_length": 4096, "max_total_num_tokens": 2048}, 20, Room(2026, "max_total_num_tokens", 2048)),
+        # An answer of a few tokens could be longer than this, but the server refuses such a prompt whole.
+        ({"context_length": 4096, "max_req_input_len": 4090}, 2, Room(4089, "max_req_input_len", 4090)),
+        ({"context_length": None, "max_total_num_tokens": "auto"}, 20, None),
+    ],
+)
+def test_the_room_of_a_server_is_that_of_its_scheduler(info: dict[str, Any], new: int, expected: Room | None) -> None:
+    assert room(info, new) == expected
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import requests
 
-from q4kit.errors import ServerError
+from q4kit.errors import ServerError, UsageError
 from q4kit.needle import plot, render
 from q4kit.needle.plan import Config, Control, Mode
 from q4kit.needle.runner import Ended, NotFiniteError, RunResult, code_logprobs, run
@@ -59,6 +59,21 @@ CONFIG = Config((6000, 8000), (0.0, 0.5, 1.0), short_length=5000, distractors=3)
 
 def go(model: Model, config: Config = CONFIG) -> RunResult:
     return run(model.client(), config, RunResult())
+
+
+def test_a_length_equal_to_the_context_is_refused_with_the_largest_that_fits() -> None:
+    model = Model()
+    model.info["context_length"] = 8000
+    with pytest.raises(UsageError, match="a prompt of 8000 tokens and 64 for the answer do not fit") as caught:
+        go(model)
+    assert model.payloads("/generate") == []
+    said = re.search(r"the largest length that fits is (\d+): -l (\d+),", caught.value.remedy)
+    assert said is not None
+    largest = int(said[1])
+    assert said[2] == said[1]
+    with pytest.raises(UsageError):
+        go(model, Config((largest + 1,), (0.5,), short_length=5000))
+    assert go(model, Config((largest,), (0.5,), short_length=5000)).ended is Ended.COMPLETE
 
 
 def verdict(result: RunResult, mode: Mode = Mode.IGNORE_EOS, **more: Any) -> tuple[Verdict, int]:
