@@ -9,8 +9,13 @@ from typing import Any
 
 import pytest
 
+from q4kit.bench import render
 from q4kit.bench.accounting import Counting, Expectation, Refusal, StreamSample
-from q4kit.bench.runner import BrokenStreamError, one_chat, one_request
+from q4kit.bench.prompts import exact_prompt
+from q4kit.bench.runner import BenchConfig, BrokenStreamError, RunResult, one_chat, one_request, run_contexts
+from q4kit.bench.summary import summarise
+from q4kit.bench.texts import TextKind
+from q4kit.report import Table
 from tests.fakes.adversary import BREAK, DONE, Adversary, Reply, StreamScript, sse
 
 PROMPT = list(range(1, 102))
@@ -151,6 +156,55 @@ def test_prompt_with_template_tokens_is_refused() -> None:
     sample = native(StreamScript([1] * 20, prompt_extra=13), 20)
     assert sample.refusals == (Refusal.PROMPT_LENGTH,)
     assert "server counted 114, asked for 101" in sample.details[0]
+
+
+def test_tokens_are_not_counted_by_tokenising_chunks_again() -> None:
+    """inference-perf 566: each chunk was tokenised again with a BOS in front, so every token counted as two and the
+    inter-token latency came out halved. The server's count stands, and the tokenizer is not asked."""
+    fake = Adversary()
+    fake.handlers["/tokenize"] = lambda p: Reply({"tokens": [1, *fake.tokenizer.encode(p["prompt"])]})
+    assert len(fake.client().tokenize("x")) == 2
+    asked = len(fake.payloads("/tokenize"))
+    sample = native(StreamScript([1] * 20, gap=0.1), 20, fake=fake)
+    assert sample.completion_tokens == 20
+    assert sample.tpot_s == pytest.approx(0.1)
+    assert len(fake.payloads("/tokenize")) == asked
+
+
+def test_a_tokenizer_is_asked_for_no_special_tokens_and_a_bos_in_spite_of_it_is_no_longer_prompt() -> None:
+    """inference-perf 566, seen from the prompt: ids are cut to the length asked for, a BOS among them included."""
+    fake = Adversary()
+    fake.handlers["/tokenize"] = lambda p: Reply({"tokens": [1, *fake.tokenizer.encode(p["prompt"])]})
+    prompt = exact_prompt(fake.client().tokenize, TextKind.PROSE, "seed", 101)
+    assert len(prompt.ids) == 101
+    assert prompt.ids.count(1) == 1
+    assert all(payload["add_special_tokens"] is False for payload in fake.payloads("/tokenize"))
+
+
+def test_repeated_text_hides_what_a_table_on_disk_costs_and_the_kinds_stay_apart() -> None:
+    """llama.cpp 28136: 700 tok/s of prefill on one repeated sentence, about 300 on real text, as the rows of the n-gram
+    table came from disk. A server that takes 1 ms a distinct trigram shows it; no figure mixes the two kinds."""
+    fake = Adversary()
+
+    def generate(payload: dict[str, Any]) -> Reply:
+        ids = payload["input_ids"]
+        rows = len(set(zip(ids, ids[1:], ids[2:], strict=False)))
+        return StreamScript([1] * 8, ttft=0.1 + 1e-3 * rows).reply(payload)
+
+    fake.handlers["/generate"] = generate
+    config = BenchConfig((1701,), tuple(TextKind), tokens=8, repeats=2, warmup=False, resend=False)
+    result = run_contexts(fake.client(), config, RunResult(), sleep=fake.clock.sleep, clock=fake.clock)
+    points = {point.kind: summarise(point) for point in result.points}
+    assert list(points) == list(TextKind)
+    rates = {kind: point.prefill.mean for kind, point in points.items() if point.prefill is not None}
+    assert rates[TextKind.FILLER] > 3 * rates[TextKind.WORDS]
+    assert rates[TextKind.FILLER] > 2 * rates[TextKind.PROSE]
+    # The lengths are equal, the kind stands in every row, and so does the state of the page cache.
+    assert {repeat.sample.prompt_tokens for point in result.points for repeat in point.repeats} == {1701}
+    table = render.report(result, config, {}).blocks[0]
+    assert isinstance(table, Table)
+    assert [row[table.columns.index("text")] for row in table.rows] == ["filler", "prose", "words"] * 2
+    assert "page cache" in table.columns
 
 
 def test_accept_length_is_the_requests_own() -> None:
