@@ -3,42 +3,53 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from q4kit.errors import UsageError
 from q4kit.oracle import floor as floors
 from q4kit.oracle import simulate
-from q4kit.report import dump_json
 from q4kit.stats import exchange
+
+TOOL = Path(__file__).resolve().parents[3] / "tools" / "logprob_diff.py"
 
 
 @pytest.fixture(scope="module")
-def found() -> simulate.SelfTest:
-    return simulate.run(None, trials=100)
+def told() -> dict[str, Any]:
+    """Return what the real command says, at its default trial count (about 35 s)."""
+    command = [sys.executable, str(TOOL), "selftest", "--json", "-"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr
+    data: dict[str, Any] = json.loads(done.stdout)
+    return data
 
 
-def test_two_percent_off_by_0_2_is_caught_and_false_alarms_stay_rare(found: simulate.SelfTest) -> None:
-    assert found.rates[simulate.REQUIRED].value >= 0.99
-    assert found.rates[simulate.NOTHING].value <= 0.02
-    assert found.holds
+def test_two_percent_off_by_0_2_is_caught_and_false_alarms_stay_rare(told: dict[str, Any]) -> None:
+    for name in (simulate.REQUIRED, simulate.NOTHING):
+        assert told["rates"][name]["trials"] == 1000
+    assert told["detection"] == told["rates"][simulate.REQUIRED]["caught"] / 1000 >= 0.99
+    assert told["false_alarm"] == told["rates"][simulate.NOTHING]["caught"] / 1000 <= 0.01
+    assert told["verdict"] == "HOLDS"
 
 
-def test_at_least_three_faults_that_fixed_thresholds_miss_are_caught(found: simulate.SelfTest) -> None:
-    assert len(found.missed_by_seed) >= 3
-    assert simulate.REQUIRED in found.missed_by_seed
+def test_at_least_three_faults_that_fixed_thresholds_miss_are_caught(told: dict[str, Any]) -> None:
+    missed = told["missed_by_seed"]
+    assert len(missed) >= 3
+    assert simulate.REQUIRED in missed
+    for name in missed:
+        rate = told["rates"][name]
+        assert rate["caught"] >= 0.99 * rate["trials"]
+        assert rate["seed_policy"] < 0.1 * rate["trials"]
 
 
-def test_the_smallest_fault_is_stated(found: simulate.SelfTest) -> None:
-    assert found.smallest is not None
-    assert found.smallest <= 0.2
-
-
-def test_the_json_form_holds_the_two_rates(found: simulate.SelfTest) -> None:
-    data = json.loads(dump_json(simulate.report(found).to_json()))
-    assert data["detection"] == found.rates[simulate.REQUIRED].value
-    assert data["false_alarm"] == found.rates[simulate.NOTHING].value
-    assert all(data["structural"].values())
+def test_the_smallest_fault_is_stated_and_every_broken_input_refused(told: dict[str, Any]) -> None:
+    assert 0 < told["smallest_caught"] <= 0.2
+    assert len(told["structural"]) == 12
+    assert all(told["structural"].values())
 
 
 def test_the_published_noise_has_the_published_mean() -> None:
