@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,8 @@ import pytest
 
 from q4kit import exit_codes
 from q4kit.errors import EnvironmentFault
-from q4kit.ple import patched
+from q4kit.ple import fio, patched
+from q4kit.provenance import series_of
 from q4kit.tinymodel import PRESETS, generate
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -53,6 +55,33 @@ def test_a_fault_inside_the_reader_is_not_blamed_on_the_series(monkeypatch: pyte
     monkeypatch.setattr(patched.importlib, "import_module", broken)
     with pytest.raises(ModuleNotFoundError, match="msgspec"):
         patched.rows_module()
+
+
+def test_the_quick_bench_end_to_end(tmp_path: Path) -> None:
+    """The real readers and a small random table: every cell is there, and the record says what was measured."""
+    try:
+        rows = patched.rows_module()
+    except EnvironmentFault as fault:
+        pytest.skip(str(fault))
+    options = [] if fio.available() else ["--no-fio"]
+    options += ["--size-mib", "16", "--rounds", "2", "--cache", str(tmp_path)]
+    done = tool("ple_bench.py", "--quick", "--json", "-", *options)
+    assert done.returncode == 0, done.stderr
+    data = json.loads(done.stdout)
+    assert {(line["reader"], line["rows"], line["cache"]) for line in data["lines"]} == {
+        (reader, count, cache)
+        for reader in ("auto", "memmap", "threads-16")
+        for count in (16, 32_768)
+        for cache in ("cold", "warm")
+    }
+    assert data["chunk_warm_over_memmap"] > 0
+    assert (data["chunk_cold_over_fio"] is not None) == fio.available()
+    block = data["provenance"]
+    assert block["machine"]["disks"]["table"]["filesystem"]
+    expected = series_of(patched.package(rows))
+    assert {name: block["series"][name] for name in expected} == expected
+    assert block["sglang"]["version"] == expected["version"]
+    assert str(tmp_path) not in done.stdout
 
 
 def test_one_of_several_tables_is_named(tmp_path: Path) -> None:
