@@ -189,6 +189,12 @@ def _warnings(result: RunResult, points: Sequence[PointSummary]) -> list[str]:
             lines.append(
                 f"pp{point.context}: the same prompt again was not served from a prefix cache (off, or too short)"
             )
+    silent = sum(a.sample.valid and a.sample.cached_tokens is None for a in result.answers)
+    if silent:
+        lines.append(
+            f"the server did not say for {silent} of {len(result.answers)} answers how much of the prompt was cached: "
+            "0 is assumed and not proven, so TTFT may be a cache's (SGLang says it with --enable-cache-report)"
+        )
     return lines
 
 

@@ -19,7 +19,7 @@ from q4kit.bench.summary import summarise, summarise_domains
 from q4kit.bench.texts import TextKind, build
 from q4kit.errors import UsageError
 from q4kit.report import dump_json
-from tests.fakes.adversary import Adversary, Reply, StreamScript
+from tests.fakes.adversary import Adversary, Reply, StreamScript, sse
 
 
 def still(_: Any = ()) -> Snapshot:
@@ -264,6 +264,28 @@ def test_domain_run_by_the_chat_route_asks_for_running_usage() -> None:
     assert sent[0]["stream_options"] == {"include_usage": True, "continuous_usage_stats": True}
     assert result.ended is Ended.FAULT
     assert "HTTP 400: too long" in result.fault
+
+
+@pytest.mark.parametrize(("details", "warned"), [({}, True), ({"prompt_tokens_details": {"cached_tokens": 0}}, False)])
+def test_a_chat_route_that_reports_no_cached_tokens_is_said_so(details: dict[str, Any], warned: bool) -> None:
+    fake = Adversary()
+
+    def answer(payload: dict[str, Any]) -> Reply:
+        prompt = len(fake.client().tokenize_chat(payload["messages"]))
+        events = [
+            {
+                "choices": [{"delta": {"content": "x"}, "finish_reason": "length" if n == 3 else None}],
+                "usage": {"completion_tokens": n, "prompt_tokens": prompt, **details},
+            }
+            for n in (1, 2, 3)
+        ]
+        return Reply(steps=[*((0.1, sse(event)) for event in events), (0.0, sse("[DONE]"))])
+
+    fake.handlers["/v1/chat/completions"] = answer
+    result = run_domains(fake.client(), questions(("code",))[:2], 3, RunResult(), api=Api.CHAT, clock=fake.clock)
+    report = render.report(result, BenchConfig(), {})
+    assert (render.exit_code(result), report.verdict) == (0, "MEASURED")
+    assert any("did not say for 2 of 2 answers" in line for line in report.warnings) == warned
 
 
 def test_page_cache_states_of_a_real_file(tmp_path: Path) -> None:
