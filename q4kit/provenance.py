@@ -500,11 +500,13 @@ def _recorded_state(package: Path, process: psutil.Process, found: Mapping[str, 
     try:
         if package.parent.name == "python" and (package.parents[1] / ".git").exists():
             status = series.status(package.parents[1])
-        else:
+        elif package.parent.name in ("site-packages", "dist-packages"):
             target = series.installed_target(_server_python(process)[0])
             if Path(target.site, "sglang").resolve() != package.resolve():
                 return {}
             status = series.status(target)
+        else:
+            return {}
     except (Q4Error, OSError, psutil.Error):
         return {}
     known = {"state": status.state, "absorbed": status.absorbed}
