@@ -53,6 +53,8 @@ def parser() -> argparse.ArgumentParser:
         ("--max-position-embeddings", "max_position_embeddings", int, "longest context, tokens"),
         ("--max-shard-size", "max_shard_size", size_in_bytes, "largest safetensors file"),
         ("--eos-token-id", "eos_token_id", int, "token that ends a text, and resets the n-gram context"),
+        ("--mtp-layers", "mtp_layers", int, "1 adds a multi-token-prediction head, for speculative decoding"),
+        ("--embedding-std", "embedding_std", float, "of the token embedding: more of it, more accepted drafts"),
         ("--seed", "seed", int, "of the weights"),
     ):
         override.add_argument(flag, dest=field, type=kind, default=argparse.SUPPRESS, help=text)

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -24,6 +25,8 @@ PLE_FP8_SCALE = 0.015625
 which 4.3 standard deviations (the largest value a generated tensor takes) stay below e4m3's 448.
 """
 
+_MAY_BE_ZERO = ("seed", "eos_token_id", "mtp_layers")
+
 
 @dataclass(frozen=True)
 class Options:
@@ -32,6 +35,9 @@ class Options:
     `table_rows` is `ngram_vocab_size_base`: each of the (ngram_size - 1) * heads_per_ngram hash heads of a
     PLE layer gets the next prime above it, so a table has about 16 * table_rows rows of ple_embed_dim / 16
     elements. `ple_layers` are one-indexed, as in the published config, and must be linear-attention layers.
+    `mtp_layers` is 1 for a multi-token-prediction head, the drafter of speculative decoding, which changes no other
+    tensor. `embedding_std` is the standard deviation of the token embedding: the larger it is, the more the next token
+    follows from the last one alone, and the more drafts of that head are accepted.
     """
 
     preset: str
@@ -60,6 +66,8 @@ class Options:
     max_position_embeddings: int = 32768
     dtype: DType = "bfloat16"
     ple_dtype: PleDType = "model"
+    mtp_layers: int = 0
+    embedding_std: float = 1.0
     expert_layout: ExpertLayout = "per-expert"
     max_shard_size: int = 1_000_000_000
     eos_token_id: int = 2
@@ -71,7 +79,7 @@ class Options:
         """
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if type(value) is int and value < (0 if field.name in ("seed", "eos_token_id") else 1):
+            if type(value) is int and value < (0 if field.name in _MAY_BE_ZERO else 1):
                 raise UsageError(f"{field.name} is {value}", remedy="give a positive number")
         if self.layers % 4:
             raise UsageError(
@@ -95,6 +103,13 @@ class Options:
                 f"indexer budget / ratio is {self.indexer_budget} / {self.indexer_compress_ratio}",
                 remedy="SGLang's top-k takes 512 or 2048 blocks",
             )
+        if self.mtp_layers > 1:
+            raise UsageError(
+                f"mtp_layers is {self.mtp_layers}",
+                remedy="give 0 or 1: SGLang loads one layer, and drafts further tokens with it again",
+            )
+        if not 0 < self.embedding_std < math.inf:
+            raise UsageError(f"embedding_std is {self.embedding_std}", remedy="give a positive number")
         if self.ple_dtype == "bfloat16" and self.dtype != "bfloat16":
             raise UsageError(
                 f"ple_dtype bfloat16 with dtype {self.dtype}",
@@ -252,6 +267,9 @@ def text_config(o: Options) -> dict[str, Any]:
     if o.ple_dtype == "float8_e4m3fn":
         # without it SGLang refuses fp8 shards of an offloaded table
         config["ple_embedding_dtype"] = "float8_e4m3fn"
+    if o.mtp_layers:
+        # Qwen3.5's word for it. SGLang 0.5.23 reads none for this architecture: it loads the tensors that are there.
+        config["mtp_num_hidden_layers"] = o.mtp_layers
     return config
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 
 _BYTES = {"float8_e4m3fn": 1, "bfloat16": 2, "float32": 4, "int64": 8}
 _TABLE_SUFFIX = ".ngram_embedding.weight"
+_TEXT_PREFIX = "model.language_model."
+_MTP_PREFIX = "mtp."
+_MTP_GAIN = 8.0
+"""Size of the newest token in a drafter's input, in units of the hidden state's: most of what it predicts from."""
 
 
 @dataclass(frozen=True)
@@ -46,14 +50,53 @@ def plan_tensors(config: dict[str, Any], o: Options) -> Iterator[TensorPlan]:
     model = _meta_model(config)
     for name, buffer in _hash_buffers(model).items():
         yield TensorPlan(name, tuple(buffer.shape), "int64", partial(_same, buffer))
-    for name, parameter in model.named_parameters():
-        shape = tuple(parameter.shape)
-        if name.endswith(_TABLE_SUFFIX):
-            yield from _table_plans(name, shape, o)
-        elif o.expert_layout == "per-expert" and name.endswith(("experts.gate_up_proj", "experts.down_proj")):
-            yield from _expert_plans(name, shape, o)
-        else:
-            yield _slice_plan(name, name, shape, 0, fan_in_shape=shape, o=o, dtype=o.dtype)
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    for name, shape in shapes.items():
+        yield from _parameter_plans(name, shape, o)
+    if o.mtp_layers:
+        yield from _mtp_plans(config, shapes, o)
+
+
+def _parameter_plans(name: str, shape: tuple[int, ...], o: Options) -> Iterator[TensorPlan]:
+    """Yield the tensors that hold the parameter `name` in the published layout."""
+    if name.endswith(_TABLE_SUFFIX):
+        yield from _table_plans(name, shape, o)
+    elif o.expert_layout == "per-expert" and name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+        yield from _expert_plans(name, shape, o)
+    else:
+        yield _slice_plan(name, name, shape, 0, fan_in_shape=shape, o=o, dtype=o.dtype)
+
+
+def _mtp_plans(config: dict[str, Any], shapes: dict[str, tuple[int, ...]], o: Options) -> Iterator[TensorPlan]:
+    """Yield the multi-token-prediction head, by the names that SGLang's `qwen4_exp_mtp.py` loads (transformers skips
+    it): one full-attention layer, the mixer of its streams, and the fusion of the newest token's embedding with the
+    model's hidden state. Token embedding and output head are the model's own.
+
+    Its mixer is the model's and its input is mostly the newest token, so that it drafts what the model says after that
+    token where the tokens before do not matter: some drafts are right and some are wrong.
+    """
+    attention = config["text_config"]["layer_types"].index("full_attention")
+    layer, mixer = f"{_TEXT_PREFIX}layers.{attention}.", f"{_TEXT_PREFIX}hyper_connection_mixer."
+    for name, shape in shapes.items():
+        if name.startswith(layer):
+            yield from _parameter_plans(f"{_MTP_PREFIX}layers.0.{name.removeprefix(layer)}", shape, o)
+        elif name.startswith(mixer):
+            copied = f"{_MTP_PREFIX}{name.removeprefix(_TEXT_PREFIX)}"
+            yield _slice_plan(copied, name, shape, 0, fan_in_shape=shape, o=o, dtype=o.dtype)
+    size, streams = o.hidden_size, config["text_config"]["hc_count"]
+    yield from _parameter_plans(f"{_MTP_PREFIX}pre_fc_norm_embedding.weight", (size,), o)
+    yield from _parameter_plans(f"{_MTP_PREFIX}pre_fc_norm_hidden.weight", (streams * size,), o)
+    yield from _parameter_plans(f"{_MTP_PREFIX}fc_hidden.weight", (size, size), o)
+    (mixing,) = _parameter_plans(f"{_MTP_PREFIX}fc_embedding.weight", (size, size), o)
+    yield replace(mixing, make=lambda: _near_identity(mixing.make()))
+
+
+def _near_identity(noise: torch.Tensor) -> torch.Tensor:
+    """Return the square matrix `noise` with the drafter's gain added along its diagonal, in its dtype."""
+    import torch
+
+    near = noise.float() + _MTP_GAIN * torch.eye(len(noise))
+    return near.to(torch.bfloat16).to(noise.dtype)  # bf16-representable in every dtype, like all values
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:
@@ -154,12 +197,12 @@ def _slice_plan(
     """
 
     def make() -> torch.Tensor:
-        return random_values.draw(_quantiles(stream, fan_in_shape, dtype), o.seed, stream, offset, shape)
+        return random_values.draw(_quantiles(stream, fan_in_shape, dtype, o), o.seed, stream, offset, shape)
 
     return TensorPlan(name, shape, dtype, make)
 
 
-def _quantiles(name: str, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
+def _quantiles(name: str, shape: tuple[int, ...], dtype: str, o: Options) -> torch.Tensor:
     """Return the distribution of a parameter. Nothing sits at its neutral value: every tensor must matter."""
     if name.endswith(".A_log"):
         return random_values.log_uniform_quantiles(0.5, 8.0, dtype)
@@ -172,7 +215,9 @@ def _quantiles(name: str, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
         return random_values.normal_quantiles(1.0 if plain_norm else 0.0, 0.1, dtype)
     if "conv1d" in name:
         return random_values.normal_quantiles(0.0, 0.3, dtype)
-    if name.endswith(("embed_tokens.weight", "pos_embed.weight", _TABLE_SUFFIX)):
+    if name.endswith("embed_tokens.weight"):
+        return random_values.normal_quantiles(0.0, o.embedding_std, dtype)
+    if name.endswith(("pos_embed.weight", _TABLE_SUFFIX)):
         scale = PLE_FP8_SCALE if dtype == "float8_e4m3fn" else 1.0
         return random_values.normal_quantiles(0.0, 1.0, dtype, scale)
     fan_in = shape[-1] if len(shape) <= 3 else math.prod(shape[1:])

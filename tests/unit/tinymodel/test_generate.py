@@ -156,6 +156,60 @@ def test_fp8_table_is_the_bf16_one_times_its_scale(tmp_path: Path) -> None:
     assert config["text_config"]["ple_embedding_dtype"] == "float8_e4m3fn"
 
 
+@pytest.fixture(scope="module")
+def drafting(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the fp32 mini checkpoint with a multi-token-prediction head."""
+    return make(tmp_path_factory.mktemp("made") / "mtp", replace(MINI, mtp_layers=1))
+
+
+def test_mtp_head_is_an_attention_layer_a_mixer_and_the_fusion(mini: Path, drafting: Path) -> None:
+    model, made = tensors(mini), tensors(drafting)
+    assert [n for n in model if not torch.equal(model[n], made[n])] == []
+    head = {n: t for n, t in made.items() if n not in model}
+    layer, mixer = "model.language_model.layers.3.", "model.language_model.hyper_connection_mixer."
+    like = {n: "mtp.layers.0." + n.removeprefix(layer) for n in model if n.startswith(layer)}
+    like |= {n: "mtp." + n.removeprefix("model.language_model.") for n in model if n.startswith(mixer)}
+    assert "mtp.layers.0.self_attn.indexer.index_qk_proj.weight" in like.values()
+    assert {made[n].shape for n in like} == {head[n].shape for n in like.values()}
+    shapes = {n: tuple(t.shape) for n, t in head.items() if n not in like.values()}
+    assert shapes == {
+        "mtp.fc_embedding.weight": (64, 64),
+        "mtp.fc_hidden.weight": (64, 64),
+        "mtp.pre_fc_norm_embedding.weight": (64,),
+        "mtp.pre_fc_norm_hidden.weight": (4 * 64,),
+    }
+    for there, here in like.items():  # a layer of its own, and the model's mixer
+        assert torch.equal(made[there], head[here]) == there.startswith(mixer), here
+    own = head["mtp.fc_embedding.weight"]
+    assert (own - 8 * torch.eye(64)).std() < 0.2
+    config = json.loads((drafting / "config.json").read_text())["text_config"]
+    assert config.pop("mtp_num_hidden_layers") == 1
+    assert config == json.loads((mini / "config.json").read_text())["text_config"]
+
+
+def test_mtp_head_is_the_same_in_every_layout_and_dtype(drafting: Path, tmp_path: Path) -> None:
+    other = replace(MINI, mtp_layers=1, expert_layout="fused", split_parts=3, dtype="bfloat16")
+    expected, found = fused_and_joined(tensors(drafting)), fused_and_joined(tensors(make(tmp_path / "other", other)))
+    assert expected.keys() == found.keys()
+    for name in (n for n in expected if n.startswith("mtp.")):
+        assert found[name].dtype == torch.bfloat16
+        assert torch.equal(found[name].float(), expected[name]), name
+
+
+def test_transformers_serves_a_model_with_an_mtp_head_without_it(drafting: Path) -> None:
+    from transformers import Qwen4ExpForConditionalGeneration
+
+    _, info = Qwen4ExpForConditionalGeneration.from_pretrained(drafting, dtype=torch.float32, output_loading_info=True)
+    assert {k: list(v) for k, v in info.items() if v} == {}
+
+
+def test_embedding_std_scales_the_token_embedding_alone(mini: Path, tmp_path: Path) -> None:
+    model, wide = tensors(mini), tensors(make(tmp_path / "wide", replace(MINI, embedding_std=2.0)))
+    changed = {n for n in model if not torch.equal(model[n], wide[n])}
+    assert changed == {"model.language_model.embed_tokens.weight"}
+    assert torch.equal(wide[changed.pop()], 2 * model["model.language_model.embed_tokens.weight"])
+
+
 def test_arguments_are_written_down(mini: Path) -> None:
     written = json.loads((mini / "generation_args.json").read_text())
     assert Options(**{k: tuple(v) if isinstance(v, list) else v for k, v in written.items()}) == MINI
@@ -196,6 +250,10 @@ def test_tokenizer_and_processor_load(mini: Path) -> None:
         ({"indexer_budget": 2048}, "2048 / 2"),
         ({"ple_dtype": "bfloat16"}, "ple_dtype bfloat16 with dtype float32"),
         ({"max_shard_size": 0}, "max_shard_size is 0"),
+        ({"mtp_layers": 2}, "mtp_layers is 2"),
+        ({"mtp_layers": -1}, "mtp_layers is -1"),
+        ({"embedding_std": 0.0}, "embedding_std is 0.0"),
+        ({"embedding_std": math.nan}, "embedding_std is nan"),
     ],
 )
 def test_impossible_options_are_named(change: dict[str, Any], message: str) -> None:
