@@ -7,7 +7,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-from sglang_cpu_ref.kernels import conv, gdn, moe_gate, norm, ple, qsa, state
+from sglang_cpu_ref.kernels import conv, gdn, moe_gate, norm, ple, qsa, speculation, state
 
 REPLACED: dict[str, tuple[ModuleType, tuple[str, ...]]] = {
     "sglang.kernels.ops.attention.triton_gdn_fused_proj": (
@@ -20,16 +20,32 @@ REPLACED: dict[str, tuple[ModuleType, tuple[str, ...]]] = {
         gdn,
         ("fused_recurrent_gated_delta_rule_packed_decode",),
     ),
+    "sglang.kernels.ops.attention.linear.fused_sigmoid_gating_recurrent": (
+        gdn,
+        ("fused_sigmoid_gating_delta_rule_update",),
+    ),
     "sglang.kernels.ops.attention.fla.layernorm_gated": (norm, ("_layer_norm_fwd",)),
     "sglang.kernels.ops.mamba.causal_conv1d_triton": (conv, ("causal_conv1d_fn", "causal_conv1d_update")),
     "sglang.kernels.ops.mamba.mamba_state_scatter_triton": (
         state,
-        ("track_mamba_states_if_needed", "track_mamba_states_all_layers"),
+        (
+            "track_mamba_states_if_needed",
+            "track_mamba_states_all_layers",
+            "scatter_mamba_states_after_mtp_verify",
+        ),
+    ),
+    "sglang.kernels.ops.kvcache.cache_move": (state, ("copy_all_layer_kv_cache_func",)),
+    "sglang.kernels.ops.speculative.cache_locs": (speculation, ("assign_draft_cache_locs_contiguous_func",)),
+    "sglang.kernels.ops.speculative.eagle": (speculation, ("fill_bonus_tokens_func",)),
+    "sglang.kernels.ops.speculative.spec_tree": (
+        speculation,
+        ("build_tree_kernel_efficient_func", "verify_tree_greedy_func"),
     ),
     "sglang.kernels.ops.elementwise.elementwise": (
         moe_gate,
         ("fused_gate_sigmoid_mul", "fused_gate_sigmoid_mul_add"),
     ),
+    "sglang.srt.mem_cache.allocation": (speculation, ("assign_req_to_token_pool_func",)),
     "sglang.srt.layers.attention.qsa.kernel": (qsa, ("gather_qsa_compressed_keys",)),
 }
 """SGLang module -> our module and the functions replaced, which have the same name and arguments in both."""
@@ -60,6 +76,16 @@ def _replace_everywhere(old: Any, new: Any) -> None:
         for attribute, value in list(vars(module).items()):
             if value is old:
                 setattr(module, attribute, new)
+
+
+def speculative_sampling() -> None:
+    """Give SGLang the functions that it has for GPUs only, where they are None: the verification of sampled drafts."""
+    users = ("kernels.ops.speculative.verify_sampling", "kernels.ops.sampling.renorm", "srt.speculative.eagle_utils")
+    for user in users:
+        module = import_module(f"sglang.{user}")
+        for name in ("tree_speculative_sampling_target_only", "top_k_renorm_prob", "top_p_renorm_prob"):
+            if hasattr(module, name):
+                setattr(module, name, getattr(speculation, name))
 
 
 def qsa_indexer() -> None:

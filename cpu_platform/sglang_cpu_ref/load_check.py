@@ -15,14 +15,18 @@ logger = logging.getLogger(__name__)
 
 MARK = "cpu_ref CHECK_LOAD "
 """Start of the log line; a JSON object follows."""
-_TARGET = "sglang.srt.models.qwen4_exp.Qwen4ExpForConditionalGeneration.load_weights"
+_TARGETS = (
+    "sglang.srt.models.qwen4_exp.Qwen4ExpForConditionalGeneration.load_weights",
+    "sglang.srt.models.qwen4_exp_mtp.Qwen4ExpForCausalLMMTP.load_weights",
+)
 
 
 def register() -> None:
-    """Wrap Qwen4-Exp's weight loader."""
+    """Wrap the weight loaders of Qwen4-Exp and of its prediction head, which shares the model's output head."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    HookRegistry.register(_TARGET, checked_load, HookType.AROUND)
+    for target in _TARGETS:
+        HookRegistry.register(target, checked_load, HookType.AROUND)
 
 
 def checked_load(original: Callable[..., Any], model: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:

@@ -5,13 +5,16 @@ torch.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
 from sglang_cpu_ref import install, precision, shims
+from sglang_cpu_ref.kernels import speculation
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +49,14 @@ class CpuRefPlatform(CpuDeviceMixin, SRTPlatform):
         """Return True: pages of 64 tokens, which QSA forces, need the ping-pong buffer of GDN states."""
         return True
 
+    def supports_speculative_algorithm(self, algorithm: str) -> bool:
+        """Return whether it is speculation with a model's own prediction head (NEXTN and EAGLE are one by now)."""
+        return algorithm == "EAGLE"
+
+    def get_speculative_cache_locs_fn(self) -> Callable[..., torch.Tensor]:
+        """Return the function that finds the KV slots of the tokens to verify."""
+        return speculation.extend_cache_locs
+
     def init_backend(self) -> None:
         """Install the torch shims. SGLang calls this while it imports the model runner, before any model
         module.
@@ -57,6 +68,7 @@ class CpuRefPlatform(CpuDeviceMixin, SRTPlatform):
         modules = {type(module).__name__ for module in model.modules()}
         if modules & {"RadixLinearAttention", "Qwen2MoeSparseMoeBlock"}:
             replaced = install.functions()
+            install.speculative_sampling()
             logger.info("cpu_ref: replaced by torch: %s", ", ".join(replaced))
         if "QSAIndexer" in modules:
             install.qsa_indexer()

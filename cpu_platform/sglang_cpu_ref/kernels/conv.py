@@ -79,26 +79,32 @@ def causal_conv1d_update(
     metadata: Any = None,
     validate_data: bool = False,
 ) -> torch.Tensor:
-    """Return the convolution [N, channels] of one new token a sequence x [N, channels]; shift it into
-    conv_state.
+    """Return the convolution of one new token a sequence x [N, channels], or of D tokens that are to be verified
+    x [N, channels, D], in x's shape and dtype; shift them into conv_state.
+
+    conv_state ends with the last of the D inputs, whether they will be accepted or not: `intermediate_conv_window`
+    [rows, D, channels, width - 1] gets the state after each of them, at rows intermediate_state_indices [N].
     """
-    speculative = (
-        num_accept_tokens,
-        intermediate_conv_window,
-        intermediate_state_indices,
-        retrieve_next_token,
-    )
-    if x.dim() != 2 or cache_seqlens is not None or any(t is not None for t in speculative):
-        raise NotImplementedError("cpu_ref: causal_conv1d_update serves one new token a sequence, without speculation")
-    keep = weight.shape[1] - 1
-    slots = (conv_state_indices if conv_state_indices is not None else torch.arange(x.shape[0])).long()
+    tree = (retrieve_next_token, retrieve_next_sibling, retrieve_parent_token)
+    if cache_seqlens is not None or num_accept_tokens is not None or any(t is not None for t in tree):
+        raise NotImplementedError("cpu_ref: causal_conv1d_update serves one token, or a chain of drafts, a sequence")
+    tokens = x if x.dim() == 3 else x.unsqueeze(-1)
+    count, keep = tokens.shape[2], weight.shape[1] - 1
+    slots = (conv_state_indices if conv_state_indices is not None else torch.arange(len(x))).long()
     live = slots != pad_slot_id
     state = conv_state[slots.clamp_min(0), :, :keep].to(x.dtype)
-    full = torch.cat([state, x.unsqueeze(-1)], dim=-1)
-    y = (full.float() * weight.float()).sum(-1)
+    full = torch.cat([state, tokens], dim=-1)
+    y = (full.unfold(-1, keep + 1, 1).float() * weight.float().unsqueeze(1)).sum(-1)
     if bias is not None:
-        y = y + bias.float()
+        y = y + bias.float().unsqueeze(-1)
     if activation in _SILU:
         y = F.silu(y)
-    conv_state[slots[live], :, :keep] = full[live][:, :, 1:].to(conv_state.dtype)
-    return y.to(x.dtype)
+    conv_state[slots[live], :, :keep] = full[live][:, :, count:].to(conv_state.dtype)
+    if intermediate_conv_window is not None:
+        if intermediate_state_indices is None:
+            raise ValueError("intermediate_conv_window needs intermediate_state_indices")
+        rows = intermediate_state_indices.long()[live]
+        for step in range(count):  # one at a time: the windows of neighbouring steps may share memory
+            window = full[live][:, :, step + 1 : step + 1 + keep]
+            intermediate_conv_window[:, step][rows] = window.to(intermediate_conv_window.dtype)
+    return y.to(x.dtype).view_as(x)

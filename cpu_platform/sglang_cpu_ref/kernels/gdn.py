@@ -7,6 +7,7 @@ and V the key and value head sizes.
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812  (the field's name for it)
@@ -174,13 +175,87 @@ def fused_recurrent_gated_delta_rule_packed_decode(
     beta = b.float().sigmoid().to(b.dtype).float()
     slots = ssm_state_indices.long()
     live = slots >= 0
-    state = initial_state[slots.clamp_min(0)].float() * g.exp()[..., None, None]
-    write = (v - (state * k.unsqueeze(-2)).sum(-1)) * beta.unsqueeze(-1)
-    state = state + write.unsqueeze(-1) * k.unsqueeze(-2)
-    result = (state * q.unsqueeze(-2)).sum(-1) * live[:, None, None]
+    read, state = _one_token(q, k, v, g, beta, initial_state[slots.clamp_min(0)].float())
+    result = read * live[:, None, None]
     out.copy_(result.to(out.dtype).unsqueeze(1))
     initial_state[slots[live]] = state[live].to(initial_state.dtype)
     return out, initial_state
+
+
+def fused_sigmoid_gating_delta_rule_update(
+    A_log: torch.Tensor,  # noqa: N803  (called by keyword)
+    a: torch.Tensor,
+    dt_bias: torch.Tensor,
+    softplus_beta: float,
+    softplus_threshold: float,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    b: torch.Tensor,
+    initial_state_source: torch.Tensor,
+    initial_state_indices: torch.Tensor,
+    scale: float | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    disable_state_update: bool = False,
+    intermediate_states_buffer: torch.Tensor | None = None,
+    intermediate_state_indices: torch.Tensor | None = None,
+    cache_steps: int | None = None,
+    retrieve_parent_token: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """Return the output [1, T, HV, V] of the tokens to be verified, as decoding them one by one would give it.
+
+    q, k [1, T, H, K]; v [1, T, HV, V]; a, b [T, HV]; cu_seqlens [N + 1]; states [slots, HV, V, K] at
+    initial_state_indices [N], where a negative index is an empty state. The states stay; intermediate_states_buffer
+    [rows, steps, HV, V, K] gets the state after each token at rows intermediate_state_indices [N]. Contract:
+    `sglang.kernels.ops.attention.linear.fused_sigmoid_gating_recurrent`, for chains of drafts.
+    """
+    unused = {name: value for name, value in kwargs.items() if value not in (None, False)}
+    unused = {name: value for name, value in kwargs.items() if value not in (None, False)}
+    if not disable_state_update or retrieve_parent_token is not None or cu_seqlens is None or unused:
+        raise NotImplementedError(
+            f"cpu_ref: fused_sigmoid_gating_delta_rule_update verifies chains of drafts, without {sorted(unused)}"
+        )
+    if intermediate_states_buffer is None or intermediate_state_indices is None:
+        raise NotImplementedError("cpu_ref: a verify forward needs a buffer for the state after each draft")
+    dtype, (tokens, key_heads, key_size) = q.dtype, q.shape[1:]
+    count, value_heads = len(cu_seqlens) - 1, v.shape[2]
+    steps, rest = divmod(tokens, count)
+    if rest or not torch.equal(cu_seqlens.long(), torch.arange(count + 1) * steps):
+        raise NotImplementedError("cpu_ref: a verify forward takes the same number of tokens of each sequence")
+    g = -A_log.float().exp() * F.softplus(a.float() + dt_bias.float(), softplus_beta, softplus_threshold)
+    g, beta = (t.view(count, steps, value_heads) for t in (g, b.float().sigmoid()))
+    q, k, v = (t[0].float().reshape(count, steps, t.shape[2], t.shape[3]) for t in (q, k, v))
+    if use_qk_l2norm_in_kernel:
+        q, k = _l2norm(q), _l2norm(k)
+    groups, scale = value_heads // key_heads, key_size**-0.5 if scale is None else scale
+    q, k = (q * scale).repeat_interleave(groups, 2), k.repeat_interleave(groups, 2)
+    slots, rows = initial_state_indices[:count].long(), intermediate_state_indices[:count].long()
+    state = initial_state_source[slots.clamp_min(0)].float() * (slots >= 0)[:, None, None, None]
+    out, kept = torch.empty_like(v), rows >= 0
+    for step in range(steps):
+        out[:, step], state = _one_token(*(t[:, step] for t in (q, k, v, g, beta)), state)
+        intermediate_states_buffer[rows[kept], step] = state[kept].to(intermediate_states_buffer.dtype)
+    return out.view(1, tokens, *v.shape[2:]).to(dtype)
+
+
+def _one_token(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    state: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the output [N, HV, V] and the state [N, HV, V, K] after one more token of each of N sequences.
+
+    q (scaled), k [N, HV, K]; v [N, HV, V]; g (log decay) and beta [N, HV]; all fp32.
+    """
+    state = state * g.exp()[..., None, None]
+    write = (v - (state * k.unsqueeze(-2)).sum(-1)) * beta.unsqueeze(-1)
+    state = state + write.unsqueeze(-1) * k.unsqueeze(-2)
+    return (state * q.unsqueeze(-2)).sum(-1), state
 
 
 def _l2norm(x: torch.Tensor) -> torch.Tensor:

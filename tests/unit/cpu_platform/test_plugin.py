@@ -24,6 +24,7 @@ import torch
 from sglang.srt.platforms import current_platform
 current_platform.init_backend()
 import sglang.srt.models.qwen4_exp  # imports most of the functions by name
+import sglang.srt.speculative.eagle_worker_v2  # and this one the others
 from sglang_cpu_ref import install, shims
 originals = [getattr(import_module(m), n) for m, (_, names) in install.REPLACED.items() for n in names]
 names = install.functions()
@@ -35,6 +36,12 @@ left = [
     for key, value in vars(module).items()
     if any(value is original for original in originals)
 ]
+install.speculative_sampling()
+from sglang.kernels.ops.speculative import cache_locs, verify_sampling
+from sglang.srt.speculative import eagle_utils
+sampling = ("tree_speculative_sampling_target_only", "top_k_renorm_prob", "top_p_renorm_prob")
+rows = torch.tensor([1, 0])
+slots = cache_locs.assign_extend_cache_locs_uniform_func(rows, torch.arange(12).view(2, 6), rows, 2, 3, "cpu")
 from sglang.srt.models.qwen4_exp_ple_table import allocate_ple_host_table
 pinned = allocate_ple_host_table((3, 4), torch.bfloat16, backend="pinned")
 try:
@@ -44,6 +51,10 @@ except RuntimeError:
     outside = "refused"
 print(json.dumps({
     "platform": type(current_platform).__name__, "names": names, "again": again, "left": left,
+    "sampling": [getattr(eagle_utils, name).__module__ for name in sampling],
+    "shared": len({m.tree_speculative_sampling_target_only for m in (verify_sampling, eagle_utils)}),
+    "slots": slots.tolist(),
+    "algorithms": [a for a in ("EAGLE", "EAGLE3", "NGRAM") if current_platform.supports_speculative_algorithm(a)],
     "pinned": [list(pinned.shape), str(pinned.dtype)], "outside": outside,
     "pin": torch.ones(2).pin_memory().tolist(), "stream": torch.cuda.Stream() is None,
 }))
@@ -93,7 +104,14 @@ def test_replaces_every_reference_and_is_idempotent(installed: dict[str, object]
     assert installed["platform"] == "CpuRefPlatform"
     assert installed["left"] == []
     assert installed["names"] == installed["again"]
-    assert len(set(map(str, installed["names"]))) == 12  # type: ignore[call-overload]
+    assert len(set(map(str, installed["names"]))) == 20  # type: ignore[call-overload]
+
+
+def test_speculation_finds_its_functions(installed: dict[str, object]) -> None:
+    assert installed["sampling"] == ["sglang_cpu_ref.kernels.speculation"] * 3
+    assert installed["shared"] == 1
+    assert installed["slots"] == [7, 8, 9, 0, 1, 2]
+    assert installed["algorithms"] == ["EAGLE"]
 
 
 def test_shims(installed: dict[str, object]) -> None:
