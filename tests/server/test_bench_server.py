@@ -15,11 +15,13 @@ from typing import Any
 
 import pytest
 
+from q4kit.bench import machine
 from q4kit.bench.accounting import Counting, Expectation, Refusal
-from q4kit.bench.domains import questions
+from q4kit.bench.domains import fingerprint, questions
 from q4kit.bench.prompts import exact_prompt
 from q4kit.bench.runner import Api, BenchConfig, Ended, RunResult, one_request, run_contexts, run_domains
 from q4kit.bench.texts import TextKind
+from q4kit.ple.table import random_table
 from q4kit.server.client import Client
 from q4kit.server.launch import ServerProcess
 
@@ -127,6 +129,63 @@ def claim(name: str, *, value: float, context: int = 101, gpu: str = "", flags: 
         f'metric = "tg"\nsource = "a test"\nbase = "v0.5.23"\ngpu = "{gpu}"\nflags = {json.dumps(flags or [])}\n'
         f'conditions = {{ context = {context}, tokens = 6, text = "filler" }}\n'
     )
+
+
+def test_claims_are_verified_on_the_running_server(server: ServerProcess, tmp_path: Path) -> None:
+    """No stored result: the claim's own conditions are measured now, and what they gave is kept."""
+    ledger, out = tmp_path / "claims.toml", tmp_path / "v.json"
+    ledger.write_text("schema = 1\n" + claim("slow", value=1e-6) + claim("fast", value=1e6))
+    for name, code, verdict in (("slow", 0, "FASTER"), ("fast", 1, "SLOWER")):
+        done = bench(
+            "verify", "--claim", name, "--ledger", str(ledger), "--base-url", server.base_url, "-r", "3", "-q",
+            "--json", str(out),
+        )  # fmt: skip
+        assert done.returncode == code, done.stdout + done.stderr
+        assert f"** {verdict} **" in done.stdout
+    data = json.loads(out.read_text())
+    (point,) = data["measurement"]["points"]
+    assert (point["context"], point["tokens"], len(point["samples"])) == (101, 6, 3)
+    assert data["measurement"]["provenance"]["sglang"]["version"] == "0.5.23"
+
+
+def test_the_tool_measures_domains(server: ServerProcess, tmp_path: Path) -> None:
+    out = tmp_path / "d.json"
+    done = bench(
+        "run", "--base-url", server.base_url, "--domains", "maths", "code", "--domain-limit", "2",
+        "--domain-tokens", "6", "-q", "--json", str(out),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "4 of 4 requests valid" in done.stdout
+    data = json.loads(out.read_text())
+    assert data["points"] == []
+    assert [(a["domain"], a["index"]) for a in data["answers"]] == [(d, i) for d in ("maths", "code") for i in (0, 1)]
+    assert {a["completion_tokens"] for a in data["answers"]} == {6}
+    assert data["config"]["domain_prompts_sha256"] == fingerprint()
+
+
+@pytest.mark.parametrize("state", ["cold", "warm"])
+def test_the_page_cache_of_a_table_is_made_and_recorded(server: ServerProcess, tmp_path: Path, state: str) -> None:
+    table = random_table(tmp_path, 8 << 20)
+    out = tmp_path / "p.json"
+    done = bench(
+        "run", "--base-url", server.base_url, "-c", "101", "-n", "4", "-r", "2", "-q", "--no-warmup",
+        "--table", str(table), "--page-cache", state, "--json", str(out),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    data = json.loads(out.read_text())
+    for sample in data["points"][0]["samples"]:
+        resident = sample["machine_before"]["table_resident"]
+        assert sample["page_cache"] == state
+        assert resident <= machine.COLD_BELOW if state == "cold" else resident >= machine.WARM_ABOVE
+        assert sample["disk_read_bytes"] is not None
+    rows = [line.split() for line in done.stdout.splitlines() if line.startswith(("pp101", "tg4@d101"))]
+    assert [row[2] for row in rows] == [state, state]
+    disks = data["provenance"]["machine"]["disks"]
+    assert disks.keys() == {"checkpoint", "table"}
+    assert all(disk["filesystem"] for disk in disks.values())
+    series = data["provenance"]["series"]
+    assert len(series["python_sha256"]) == 64
+    assert series["of"] == "the server's code"
 
 
 def test_context_beyond_the_server_is_refused_in_words(server: ServerProcess) -> None:
