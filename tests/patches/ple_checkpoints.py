@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -50,6 +52,27 @@ def edit(directory: Path, change: Any) -> None:
     tensors = load_file(path)
     change(tensors)
     save_file(tensors, path, metadata={"format": "pt"})
+
+
+def grow(directory: Path, rows: dict[int, int]) -> None:
+    """Give the table of PLE layer `i` `rows[i]` rows, all of them zero and holes in the only file."""
+    shards = {name: tensor for name, tensor in tensors(directory) if SHARD in name}
+    (path,) = directory.glob("*.safetensors")
+    save_file({name: tensor for name, tensor in tensors(directory) if name not in shards}, path)
+    raw = path.read_bytes()
+    (size,) = struct.unpack("<Q", raw[:8])
+    header, payload = json.loads(raw[8 : 8 + size]), raw[8 + size :]
+    end = len(payload)
+    for name, shard in shards.items():
+        layer = int(name.split(".layers.")[1].split(".")[0])
+        parts = sum(f".layers.{layer}." in other for other in shards)
+        shape = [rows[layer] // parts, shard.shape[1]]
+        begin, end = end, end + shape[0] * shape[1] * shard.element_size()
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    path.write_bytes(struct.pack("<Q", len(text)) + text + payload)
+    os.truncate(path, 8 + len(text) + end)
 
 
 def tensors(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:

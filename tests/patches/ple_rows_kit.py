@@ -6,6 +6,7 @@ Nothing here imports sglang before it is called: on the stock pin a test must fa
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import json
 import os
@@ -153,6 +154,17 @@ READERS: dict[str, Callable[..., Any]] = {
     "python-pread": _python("PythonPreadReader"),
     "python-mmap": _python("PythonMmapReader"),
 }
+
+
+def io_uring_error() -> str:
+    """Return why the kernel refuses to set up a ring (a container's seccomp profile often does), or nothing."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    io_uring_setup, params = 425, ctypes.create_string_buffer(120)
+    fd = libc.syscall(io_uring_setup, 1, params)
+    if fd < 0:
+        return os.strerror(ctypes.get_errno())
+    os.close(fd)
+    return ""
 
 
 def drop_cache(reader: Any) -> None:
