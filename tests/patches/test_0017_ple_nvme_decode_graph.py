@@ -12,12 +12,17 @@ import ple_checkpoints
 import pytest
 import torch
 from ple_checkpoints import loaded, ple_modules, refuse_row
-from sglang.srt.mem_cache.ple_state_pool import NGramPool
+from sglang.srt import runtime_context
+from sglang.srt.arg_groups.overrides import model_config_of
+from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearAttnBackend, MambaAttnBackendBase
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.forward_context import set_forward_context
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 from sglang.srt.model_executor.runner_utils.capture_mode import model_capture_mode
-from sglang.srt.models.qwen4_exp import Qwen4ExpPLELayer, _prepare_ple_batch
+from sglang.srt.models.qwen4_exp import Qwen4ExpPLELayer, _commit_ple_batch, _prepare_ple_batch
+from sglang.srt.speculative.spec_utils import commit_mamba_states_after_verify
 
 EOS = 2
 # Where the backend is missing, its model does not start: the fixture shows the fault.
@@ -31,20 +36,40 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 @pytest.fixture
-def history() -> Iterator[torch.Tensor]:
-    """Random committed histories in SGLang's real pool, one of them just past an end of text."""
-    ngrams = NGramPool(size=8, context_len=2, eos_token_id=EOS, device="cpu")
-    ngrams.context.copy_(torch.randint(3, 512, ngrams.context.shape, generator=torch.Generator().manual_seed(3)))
-    ngrams.context[2] = torch.tensor([9, EOS])
-    pool = SimpleNamespace(
+def pool(model: Any) -> Iterator[HybridReqToTokenPool]:
+    """SGLang's real pool with random committed histories, one of them just past an end of text.
+
+    It has no linear attention layer: the states of those are committed by Triton kernels, the histories are not.
+    """
+    text = model_config_of(runtime_context.get_server_args()).hf_text_config
+    pool = HybridReqToTokenPool(
         size=8,
-        ple_window_cache=None,
-        get_mamba_indices=lambda indices: indices,
-        get_ngram_context=ngrams.get_context,
+        mamba_size=8,
+        mamba_spec_state_size=8,
+        max_context_len=64,
+        device="cpu",
+        enable_memory_saver=False,
+        cache_params=text.mamba2_cache_params,
+        mamba_layer_ids=[],
+        enable_mamba_extra_buffer=False,
+        speculative_num_draft_tokens=3,
+        short_conv_layer_ids=text.short_conv_layer_ids,
+        short_conv_state_shape=text.short_conv_state_shape,
+        ngram_context_len=text.ngram_context_len,
+        ngram_eos_token_id=EOS,
     )
+    pool.req_index_to_mamba_index_mapping.copy_(torch.arange(len(pool.req_index_to_mamba_index_mapping)))
+    context = pool.ngram_pool.context
+    context.copy_(torch.randint(3, 512, context.shape, generator=torch.Generator().manual_seed(3)))
+    context[2] = torch.tensor([9, EOS])
     previous = set_forward_context(SimpleNamespace(attn_backend=SimpleNamespace(req_to_token_pool=pool)))
-    yield ngrams.context
+    yield pool
     set_forward_context(previous)
+
+
+@pytest.fixture
+def history(pool: HybridReqToTokenPool) -> torch.Tensor:
+    return pool.ngram_pool.context
 
 
 def batch(mode: ForwardMode, tokens: list[int], slots: list[int], draft: int = 1) -> SimpleNamespace:
@@ -91,21 +116,62 @@ def test_a_replay_reads_what_the_eager_forward_reads(model: Any, history: torch.
         assert not rows[3 * draft :].any()
 
 
-def test_history_is_only_what_was_committed(model: Any, history: torch.Tensor) -> None:
-    module = ple_modules(model)[1]
-    live = batch(ForwardMode.DECODE, [5], [1])
-    captured(ple_modules(model)[1], 1, live), captured(ple_modules(model)[2], 1, live)
-    model.replay_prepare(live, num_tokens=1)
-    first = captured(module, 1, live).clone()
-    # A verify of rejected drafts reads rows, but leaves the history alone.
-    drafts = batch(ForwardMode.TARGET_VERIFY, [6, 7], [1], draft=2)
-    captured(module, 2, drafts), captured(ple_modules(model)[2], 2, drafts)
-    model.replay_prepare(drafts, num_tokens=2)
-    model.replay_prepare(live, num_tokens=1)
-    assert torch.equal(captured(module, 1, live), first)
-    history[1] = torch.tensor([100, 101])
-    model.replay_prepare(live, num_tokens=1)
-    assert not torch.equal(captured(module, 1, live), first)
+def replayed(model: Any, live: SimpleNamespace) -> list[torch.Tensor]:
+    """Return the rows of every PLE layer that a graph captured for `live` computes for it."""
+    modules, size = list(ple_modules(model).values()), len(live.input_ids)
+    for module in modules:
+        captured(module, size, live)
+    model.replay_prepare(live, num_tokens=size)
+    return [captured(module, size, live).clone() for module in modules]
+
+
+def commit(model: Any, pool: HybridReqToTokenPool, verify: SimpleNamespace, accepted: list[int]) -> None:
+    """What a speculative worker does after a verify: keep the first `accepted[i]` tokens of request i.
+
+    SGLang's own commit, from the lengths that the sampler accepted to the pools.
+    """
+    runner = SimpleNamespace(
+        model=model,
+        model_config=model_config_of(runtime_context.get_server_args()),
+        server_args=runtime_context.get_server_args(),
+        device="cpu",
+        is_draft_worker=False,
+        req_to_token_pool=pool,
+        token_to_kv_pool=None,
+    )
+    linear = MambaAttnBackendBase(runner)
+    linear.forward_metadata = SimpleNamespace(mamba_cache_indices=pool.get_mamba_indices(verify.req_pool_indices))
+    runner.attn_backend = HybridLinearAttnBackend(TorchNativeAttnBackend(runner), linear, [3])
+    width = verify.spec_info.draft_token_num
+    steps = torch.arange(len(accepted) * width).view(-1, width)
+    lengths = torch.tensor(accepted)
+    commit_mamba_states_after_verify(
+        SimpleNamespace(model_runner=runner),
+        SimpleNamespace(**vars(verify), mamba_track_indices=None),
+        lengths,
+        steps.where(torch.arange(width) < lengths.unsqueeze(1), -1),
+        width,
+    )
+
+
+def test_history_is_only_what_was_committed(model: Any, pool: HybridReqToTokenPool, history: torch.Tensor) -> None:
+    slots = [1, 2, 3]
+    live = batch(ForwardMode.DECODE, [5, 5, 5], slots)
+    first, before = replayed(model, live), history.clone()
+    drafts = batch(ForwardMode.TARGET_VERIFY, [10, 11, 12, 20, 21, 22, 30, 31, 32], slots, draft=3)
+    replayed(model, drafts)
+    _commit_ple_batch(_prepare_ple_batch(drafts.input_ids, drafts, ngram_size=3, ngram_eos_token_id=EOS), drafts)
+    assert torch.equal(history, before), "a verify reads rows of drafts, but commits none"
+    for rows, expected in zip(replayed(model, live), first, strict=True):
+        assert torch.equal(rows, expected)
+    commit(model, pool, drafts, [1, 2, 3])
+    kept = [[int(before[1, 1]), 10], [20, 21], [31, 32]]
+    assert history[slots].tolist() == kept, "rejected: 11, 12 and 22"
+    assert torch.equal(history[4:], before[4:])
+    contexts = torch.tensor([[*context, 5] for context in kept])
+    for module, rows in zip(ple_modules(model).values(), replayed(model, live), strict=True):
+        ids = module.hash_contexts_on_host(contexts)
+        assert torch.equal(rows, module.ngram_embedding(ids, torch.arange(3)).flatten(start_dim=-2))
 
 
 def test_a_failed_read_fails_its_request_and_leaves_no_stale_rows(
