@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -66,26 +69,66 @@ def counter(name: str) -> float:
     return REGISTRY.get_sample_value(f"sglang:ple_{name}_total", LABELS) or 0.0
 
 
-def read(model: Any, tokens: int) -> None:
+COUNTS = ("rows", "unique_rows", "resident_rows", "reads", "read_bytes", "read_errors")
+ROW_BYTES = 8
+"""Four bf16 values."""
+TEN_TOKENS = {"rows": 160, "unique_rows": 80, "reads": 80, "read_bytes": 80 * ROW_BYTES}
+"""What `read(model, 10)` counts: pread reads each distinct row, wherever its page is."""
+
+
+def since(before: dict[str, float]) -> dict[str, float]:
+    """Return the counters that moved, and by how much."""
+    return {name: counter(name) - before[name] for name in COUNTS if counter(name) != before[name]}
+
+
+def read(model: Any, tokens: int, sequences: int = 1) -> None:
     """Read `tokens` tokens' rows of one table, every row twice."""
     ids = torch.arange(tokens * 8).repeat_interleave(2).reshape(tokens, 16)
-    ple_modules(model)[1].ngram_embedding(ids, torch.zeros(tokens, dtype=torch.int64))
+    ple_modules(model)[1].ngram_embedding(ids, torch.arange(tokens) % sequences)
+
+
+@contextmanager
+def cut(path: Path) -> Iterator[None]:
+    """Take the last byte of a file away, and give it back."""
+    stat, last = path.stat(), path.read_bytes()[-1:]
+    os.truncate(path, stat.st_size - 1)
+    try:
+        yield
+    finally:
+        with path.open("ab") as file:
+            file.write(last)
+        os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
 
 
 def test_counters_are_what_was_read(model: Any, collector: Any, clock: Clock) -> None:
     made = reporter(model, collector, clock)
     made.report_ple_reads()
-    before = {name: counter(name) for name in ("rows", "unique_rows", "wait_seconds")}
+    before, waited = {name: counter(name) for name in COUNTS}, counter("wait_seconds")
     read(model, 10)
     clock.now += 0.5
     made.report_ple_reads()
-    assert counter("rows") == before["rows"], "exported again within a second"
+    assert since(before) == {}, "exported again within a second"
     clock.now += 0.5
     made.report_ple_reads()
-    assert counter("rows") - before["rows"] == 160
-    assert counter("unique_rows") - before["unique_rows"] == 80
-    assert counter("wait_seconds") > before["wait_seconds"]
-    assert counter("rows") == model.ple_read_stats()["rows"]
+    assert since(before) == TEN_TOKENS
+    assert counter("wait_seconds") > waited
+    assert {name: counter(name) for name in COUNTS} == {name: model.ple_read_stats()[name] for name in COUNTS}
+
+
+def test_failed_reads_are_counted_as_such_alone(model: Any, collector: Any, clock: Clock) -> None:
+    made = reporter(model, collector, clock)
+    made.report_ple_reads()
+    before = {name: counter(name) for name in COUNTS}
+    with cut(Path(ple_modules(model)[1].ngram_embedding.reader.source.files[0].path)):
+        read(model, 10, sequences=2)
+    assert list(model.take_failed_requests()) == [0, 1]
+    clock.now += 1
+    made.report_ple_reads()
+    assert since(before) == {"read_errors": 3}, "the batch, and each of its two sequences on its own"
+    read(model, 10)
+    clock.now += 1
+    made.report_ple_reads()
+    assert since(before) == {"read_errors": 3} | TEN_TOKENS
 
 
 @pytest.mark.parametrize("fully_idle", [False, True])
