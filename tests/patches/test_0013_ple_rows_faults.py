@@ -154,7 +154,7 @@ def test_media_error(tmp_path: Path, name: str) -> None:
     try:
         mount, fail = disk.__enter__()
     except (OSError, subprocess.CalledProcessError) as e:
-        pytest.skip(f"no loop devices here: {e}")
+        pytest.skip(f"no loop devices here: {e}: {getattr(e, 'stderr', None) or 'root is needed'}")
     try:
         table, data, source = table_in(mount)
         with kit.READERS[name](source) as reader:
