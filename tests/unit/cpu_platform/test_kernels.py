@@ -158,7 +158,8 @@ def test_convolution_in_pieces_equals_one_run(activation: str | None) -> None:
 def test_a_verified_chain_is_that_many_steps_of_the_convolution(shared_memory: bool) -> None:
     """SGLang stores neighbouring windows in shared memory: a view with overlapping rows."""
     channels, width, steps = 6, 4, 4
-    x, weight, bias = random(3, channels, steps), random(channels, width, seed=1), random(channels, seed=2)
+    x = random(3 * steps, channels).view(3, steps, channels).transpose(1, 2)  # as SGLang hands it over
+    weight, bias = random(channels, width, seed=1), random(channels, seed=2)
     states, slots, rows = random(4, channels, width - 1, seed=3), torch.tensor([2, -1, 0]), torch.tensor([1, 3, 0])
     if shared_memory:
         memory = torch.full((5, channels, steps + width - 2), 7.0)
@@ -175,6 +176,7 @@ def test_a_verified_chain_is_that_many_steps_of_the_convolution(shared_memory: b
             conv.causal_conv1d_update(x[:, :, step], step_states, weight, bias, "silu", conv_state_indices=slots)
         )
         assert torch.equal(windows[rows[[0, 2]], step], step_states[slots[[0, 2]]])
+    assert found.stride() == x.stride()
     live = [0, 2]
     torch.testing.assert_close(found[live], torch.stack(expected, -1)[live], rtol=0, atol=1e-6)
     assert torch.equal(states, step_states)
