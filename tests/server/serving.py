@@ -5,8 +5,13 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
+
+import pytest
 
 from q4kit import tinymodel
 from q4kit.server.launch import ServerProcess
@@ -32,3 +37,12 @@ def cached_model(options: Options) -> Path:
         if not folder.is_dir():
             tinymodel.generate(folder, options)
     return folder
+
+
+def require_nvme() -> None:
+    """Skip the test where the served SGLang is the stock pin."""
+    python = os.environ.get("Q4_PYTHON", sys.executable)
+    path = os.pathsep.join(filter(None, [os.environ.get("Q4_PYTHONPATH"), os.environ.get("PYTHONPATH")]))
+    check = "import importlib.util as u, sys; sys.exit(u.find_spec('sglang.srt.models.qwen4_exp_ple_nvme') is None)"
+    if subprocess.run([python, "-c", check], env={**os.environ, "PYTHONPATH": path}).returncode:
+        pytest.skip("the served SGLang has no --ple-offload-backend nvme (stock pin)")

@@ -5,23 +5,17 @@ Needs the patched SGLang (Q4_PYTHONPATH): the stock pin has no `--ple-offload-ba
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
-import struct
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import requests
-from serving import Launcher, cached_model
+from failing_disk import Disk, compile_shim
+from serving import Launcher, cached_model, require_nvme
 
 from q4kit.errors import ServerError
 from q4kit.server.client import Client
@@ -125,77 +119,10 @@ def everything(client: Client) -> dict[str, Any]:
     return got
 
 
-def compile_shim(directory: Path) -> Path:
-    if shutil.which("gcc") is None:
-        pytest.skip("needs gcc to build the EIO shim")
-    library = directory / "eio_shim.so"
-    source = Path(__file__).with_name("eio_shim.c")
-    subprocess.run(["gcc", "-shared", "-fPIC", "-O1", "-o", library, source, "-ldl"], check=True)
-    return library
-
-
-@dataclass
-class Disk:
-    """The served server, its checkpoint, and the file that makes a byte range of it fail."""
-
-    client: Client
-    model: Path
-    control: Path
-
-    def poison(self, ids: list[int], position: int) -> Path:
-        """Make the row of hash head 0 for token `position` of `ids` unreadable; return its file."""
-        layer = "model.language_model.layers.1.ple.ple_embedding."
-        tensors = headers(self.model)
-        multipliers, sizes, offsets = (
-            load(tensors[layer + name])
-            for name in ("layer_multipliers", "ngram_heads_vocab_sizes", "ngram_heads_offsets")
-        )
-        newest, before = np.int64(ids[position]), np.int64(ids[position - 1])
-        with np.errstate(over="ignore"):
-            row = int((newest * multipliers[0] ^ before * multipliers[1]) % sizes[0] + offsets[0])
-        shard_rows = tensors[f"{layer}ngram_embedding.shard_0.weight"].shape[0]
-        shard = tensors[f"{layer}ngram_embedding.shard_{row // shard_rows}.weight"]
-        row_bytes = (shard.end - shard.begin) // shard.shape[0]
-        first = shard.begin + (row % shard_rows) * row_bytes
-        self.control.write_text(f"/{shard.path.name} {first} {first + row_bytes - 1}\n")
-        return shard.path
-
-    def heal(self) -> None:
-        self.control.unlink(missing_ok=True)
-
-
-@dataclass(frozen=True)
-class Stored:
-    path: Path
-    shape: list[int]
-    begin: int
-    end: int
-
-
-def headers(model: Path) -> dict[str, Stored]:
-    found = {}
-    for path in model.glob("*.safetensors"):
-        with path.open("rb") as file:
-            (size,) = struct.unpack("<Q", file.read(8))
-            for name, entry in json.loads(file.read(size)).items():
-                if name != "__metadata__":
-                    begin, end = entry["data_offsets"]
-                    found[name] = Stored(path, entry["shape"], 8 + size + begin, 8 + size + end)
-    return found
-
-
-def load(stored: Stored) -> np.ndarray:
-    return np.fromfile(stored.path, dtype=np.int64, count=stored.shape[0], offset=stored.begin)
-
-
 @pytest.fixture(scope="module")
 def patched() -> None:
     """Skip on the stock pin."""
-    python = os.environ.get("Q4_PYTHON", sys.executable)
-    path = os.pathsep.join(filter(None, [os.environ.get("Q4_PYTHONPATH"), os.environ.get("PYTHONPATH")]))
-    check = "import importlib.util as u, sys; sys.exit(u.find_spec('sglang.srt.models.qwen4_exp_ple_nvme') is None)"
-    if subprocess.run([python, "-c", check], env={**os.environ, "PYTHONPATH": path}).returncode:
-        pytest.skip("the served SGLang has no --ple-offload-backend nvme (stock pin)")
+    require_nvme()
 
 
 @pytest.fixture(scope="module", params=sorted(MODELS))
