@@ -16,6 +16,16 @@ _LOAD, _EQUAL, _ANSWER = 0x20, 0x15, 0x06
 _ALLOW, _ERROR = 0x7FFF0000, 0x00050000
 
 
+def refusal() -> str:
+    """Return why the kernel sets up no ring for this process, or nothing if it does."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    fd = libc.syscall(_IO_URING_SETUP, 1, ctypes.create_string_buffer(120))
+    if fd < 0:
+        return os.strerror(ctypes.get_errno())
+    os.close(fd)
+    return ""
+
+
 def forbid_io_uring() -> None:
     """Install the filter for this process and its children; raises OSError where the kernel has no seccomp."""
     operations = (
