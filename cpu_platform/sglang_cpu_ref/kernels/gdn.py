@@ -212,7 +212,6 @@ def fused_sigmoid_gating_delta_rule_update(
     `sglang.kernels.ops.attention.linear.fused_sigmoid_gating_recurrent`, for chains of drafts.
     """
     unused = {name: value for name, value in kwargs.items() if value not in (None, False)}
-    unused = {name: value for name, value in kwargs.items() if value not in (None, False)}
     if not disable_state_update or retrieve_parent_token is not None or cu_seqlens is None or unused:
         raise NotImplementedError(
             f"cpu_ref: fused_sigmoid_gating_delta_rule_update verifies chains of drafts, without {sorted(unused)}"
