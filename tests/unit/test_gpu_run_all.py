@@ -12,6 +12,7 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,6 +33,11 @@ AWK = """#!/bin/bash
 exec {awk} "${{@/#\\/proc\\/meminfo/{meminfo}}}"
 """
 """Shows the script a machine with 64 GiB of memory, whichever this is."""
+DF = """#!/bin/sh
+echo "Filesystem 1024-blocks Used Available Capacity Mounted on"
+echo "/dev/stand-in 999999999 0 $(($DISK_GIB * 1048576)) 1% /"
+"""
+"""Shows the script a disk with DISK_GIB free, whatever this machine has left."""
 PARSE_ONLY = """
 import argparse, runpy, sys
 parse = argparse.ArgumentParser.parse_args
@@ -60,14 +66,17 @@ class Machine:
         self.bin.mkdir()
         meminfo = str(folder / "meminfo").replace("/", "\\/")
         (self.bin / "awk").write_text(AWK.format(awk=shutil.which("awk"), meminfo=meminfo))
-        (self.bin / "awk").chmod(0o755)
+        (self.bin / "df").write_text(DF)
+        for tool in self.bin.iterdir():
+            tool.chmod(0o755)
 
     def run(
-        self, *args: str, gpu_gib: str = "140.5", ok: str = "true", no_model: str = ""
+        self, *args: str, gpu_gib: str = "140.5", disk_gib: int = 200, ok: str = "true", no_model: str = ""
     ) -> subprocess.CompletedProcess[str]:
         environment = os.environ | {
             "PYTHON": str(self.python),
             "GPU_GIB": gpu_gib,
+            "DISK_GIB": str(disk_gib),
             "OK": ok,
             "NO_MODEL": no_model,
             "PATH": f"{self.bin}{os.pathsep}{os.environ['PATH']}",
@@ -75,7 +84,7 @@ class Machine:
         }
         return subprocess.run([GPU / "run_all.sh", *args], capture_output=True, text=True, env=environment, timeout=120)
 
-    def step(self, *more: str, **how: str) -> subprocess.CompletedProcess[str]:
+    def step(self, *more: str, **how: Any) -> subprocess.CompletedProcess[str]:
         return self.run(str(self.out), "--patched", str(self.tree), "--only", "bcg_outputs", *more, **how)
 
 
@@ -123,6 +132,11 @@ def test_without_a_gpu_every_step_is_skipped_with_the_reason(machine: Machine) -
 def test_a_gpu_too_small_is_named(machine: Machine) -> None:
     done = machine.step(gpu_gib="1.4")
     assert (done.returncode, "skipped: GPU has 1 GiB, needs 2" in done.stdout) == (4, True)
+
+
+def test_a_disk_too_full_is_named(machine: Machine) -> None:
+    done = machine.run(str(machine.out), "--patched", str(machine.tree), "--only", "ple_soak", disk_gib=5)
+    assert (done.returncode, "skipped: 5 GiB of disk free in OUT, needs 12" in done.stdout) == (4, True)
 
 
 def test_a_step_that_holds_is_not_run_again_unless_asked(machine: Machine) -> None:
@@ -209,7 +223,7 @@ def test_a_soak_of_another_length_is_another_soak(machine: Machine) -> None:
     assert " --seconds 1800 " in machine.calls.read_text().splitlines()[-1]
 
 
-def matrix(machine: Machine, *more: str, **how: str) -> subprocess.CompletedProcess[str]:
+def matrix(machine: Machine, *more: str, **how: Any) -> subprocess.CompletedProcess[str]:
     return machine.run(str(machine.out), "--patched", str(machine.tree), "--only", "matrix_tiny", *more, **how)
 
 
