@@ -69,8 +69,10 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     [
         (("--tp-size", "2"), "--tp-size 1 (got 2)"),
         (("--pp-size", "2"), "--pp-size 1 (got 2)"),
-        # Attention DP splits a tensor parallel group, so it is refused as one.
-        (("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"), "--tp-size 1 (got 2)"),
+        # Attention DP splits a tensor parallel group, but is what the user asked for, so it is named first.
+        (("--attn-dp-size", "2"), "remove --attn-dp-size (got 2)"),
+        (("--tp-size", "2", "--attn-dp-size", "2"), "remove --attn-dp-size (got 2)"),
+        (("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"), "and --enable-dp-attention"),
         (("--no-ple-offload-embedding",), "requires --ple-offload-embedding"),
         (("--weight-loader-disable-mmap",), "remove that flag"),
         (("--delete-ckpt-after-loading",), "--delete-ckpt-after-loading"),
