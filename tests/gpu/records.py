@@ -1,13 +1,31 @@
-"""Records of cells on disk: written after every stage, kept for the same inputs, put aside for others."""
+"""Records of cells on disk: written after every stage, kept for the same inputs, put aside for others.
+
+And which SGLang a record is about.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
+from q4kit import provenance
 from q4kit.report import write_atomic
+
+
+def series(tree: Path | str | None) -> dict[str, Any]:
+    """Return which SGLang, with which patches, the folder `tree` holds; None: the one that is installed.
+
+    As provenance.series_of has it, which says so where there is no package.
+    """
+    if tree is None:
+        found = importlib.util.find_spec("sglang")
+        package = Path(found.origin).parent if found and found.origin else Path("sglang")
+    else:
+        package = Path(tree) / "sglang"
+    return provenance.series_of(package)
 
 
 def save(path: Path, record: dict[str, Any]) -> None:

@@ -43,6 +43,7 @@ matrix_mid|20|32|12|mid
 matrix_speed|20|32|12|mid
 ple_nvme_bits|20|32|12|mid
 ple_nvme_speed|20|32|12|mid
+ple_faults|20|24|12|mid
 ple_soak|20|24|12|mid'
 
 usage() { sed -n '2,/^[^#]/{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; }
@@ -109,7 +110,7 @@ lacks() {
 }
 
 # usage: preset_of NAME, given_of NAME, options_of NAME   the checkpoint of a step and what else decides its outcome
-preset_of() { case $1 in matrix_mid | matrix_speed | ple_nvme_* | ple_soak) echo mid ;; fp8_kv_prompts | matrix_tiny) echo gpu ;; esac; }
+preset_of() { case $1 in matrix_mid | matrix_speed | ple_nvme_* | ple_faults | ple_soak) echo mid ;; fp8_kv_prompts | matrix_tiny) echo gpu ;; esac; }
 given_of() { case $(preset_of "$1") in mid) echo "$mid" ;; *) echo "$tiny" ;; esac; }
 options_of() {
   case $1 in
@@ -178,9 +179,9 @@ command_of() {
       command=("$PYTHON" "$GPU/ple_nvme.py" "$out/$1" --model "$(model_of "$1")" --patched "$patched" --jobs "$jobs"
         "${options[@]}")
       ;;
-    ple_soak)
+    ple_faults | ple_soak)
       read -ra options <<<"$(options_of "$1")"
-      command=("$PYTHON" "$GPU/$1.py" --model "$(model_of "$1")" --patched "$patched" "${options[@]}"
+      command=("$PYTHON" "$GPU/$1.py" --model "$(model_of "$1")" --patched "$patched" ${options[@]+"${options[@]}"}
         --log "$out/$1/server.log" --json "$out/$1/record.json" --raw "$out/$1/samples.json")
       ;;
     ple_memop | ple_step_breakdown) command=("$PYTHON" "$GPU/$1.py" --folder "$out") ;; # its disk, not that of /tmp

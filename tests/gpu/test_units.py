@@ -1,6 +1,7 @@
 """Runs the GPU scripts of this folder, each in its own process, and asserts every case they print.
 
-The two matrices are left to run_all.sh: they are hours of servers, not a test. Servers here serve the "gpu" preset.
+The two matrices are left to run_all.sh: they are hours of servers, not a test. Servers here serve the "gpu" preset,
+where it says many_rows with a larger table.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,7 @@ UNITS = (
 )
 SERVERS: dict[str, tuple[str, ...]] = {
     "fp8_kv_prompts": ("{out}", "--model={model}", "--patched={patched}"),
+    "ple_faults": ("--model={many_rows}", "--patched={patched}", "--log={out}/server.log"),
     "full_table": ("{out}", "--patched={patched}"),
     "ple_nvme": ("{out}", "--model={model}", "--patched={patched}", "--only", "pinned-full", "nvme-full-auto"),
     "ple_soak": ("--model={model}", "--patched={patched}", "--seconds=240", "--log={out}/server.log"),
@@ -70,10 +73,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def many_rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model") / "gpu"
+    generate(folder, replace(PRESETS["gpu"], table_rows=20_000))
+    return folder
+
+
 @pytest.mark.parametrize("script", SERVERS)
-def test_server_script(script: str, model: Path, tmp_path: Path) -> None:
+def test_server_script(script: str, model: Path, many_rows: Path, tmp_path: Path) -> None:
     found = importlib.util.find_spec("sglang")
     assert found is not None
     assert found.origin is not None
-    names = {"out": str(tmp_path / "out"), "model": str(model), "patched": str(Path(found.origin).parents[1])}
+    names = {"out": tmp_path / "out", "model": model, "many_rows": many_rows, "patched": Path(found.origin).parents[1]}
     run(script, *(argument.format(**names) for argument in SERVERS[script]), timeout_s=1200)

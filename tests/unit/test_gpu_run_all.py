@@ -110,7 +110,7 @@ def test_the_list_names_every_script_and_needs_no_gpu(machine: Machine) -> None:
     steps = listed(machine)
     assert {script_of(name) for name in steps} == scripts - {"inputs", "summarise"}
     assert {row[-1] for row in steps.values()} == {"yes"}
-    mid = {"matrix_mid", "matrix_speed", "ple_nvme_bits", "ple_nvme_speed", "ple_soak"}
+    mid = {"matrix_mid", "matrix_speed", "ple_faults", "ple_nvme_bits", "ple_nvme_speed", "ple_soak"}
     assert {name for name, row in steps.items() if row[3] == "mid"} == mid
     assert all(float(number) >= 0 for row in steps.values() for number in row[:3])
 
@@ -192,6 +192,11 @@ def test_a_step_that_fails_is_told_and_run_again(machine: Machine) -> None:
             "matrix_speed",
             "matrix.py OUT/matrix_speed --model OUT/models/mid --patched TREE --jobs 1 --half-gb 2 --only full-pinned "
             "half-full-pinned half-full-in-place all-full-pinned paged-experts nvme-full",
+        ),
+        (
+            "ple_faults",
+            "ple_faults.py --model OUT/models/mid --patched TREE --log OUT/ple_faults/server.log "
+            "--json OUT/ple_faults/record.json --raw OUT/ple_faults/samples.json",
         ),
         (
             "ple_soak",
