@@ -171,7 +171,7 @@ def test_the_gpu_server_waits_in_full_graphs_and_reads_with_pread() -> None:
     flags = flags_of(arguments())
     for flag in (
         "--cuda-graph-backend-decode=full", "--ple-offload-graph-sync=wait", "--ple-offload-backend=nvme",
-        "--ple-offload-reader=pread",
+        "--ple-offload-reader=pread", "--cuda-graph-bs-decode=2", "--triton-attention-num-kv-splits=1",
     ):  # fmt: skip
         assert flag in flags
     assert "--ple-offload-graph-sync=gate" in flags_of(arguments("--sync=gate"))
