@@ -75,7 +75,9 @@ def prompts(vocab: int = 500) -> list[list[int]]:
 
 
 def generate(client: Client, ids: list[int], new_tokens: int) -> dict[str, Any]:
-    """Return output ids and the logprobs of prompt and output tokens."""
+    """Return output ids and the logprobs of prompt and output tokens; "accepted": what speculation made of its drafts,
+    tokens a verification and how often 0, 1, 2, ... drafts were right (without speculation: None and no counts).
+    """
     answer = client.generate(
         {
             "input_ids": ids,
@@ -90,6 +92,10 @@ def generate(client: Client, ids: list[int], new_tokens: int) -> dict[str, Any]:
         "output": [x[0] for x in meta["output_token_logprobs"]],
         "ids": answer["output_ids"],
         "cached": meta["cached_tokens"],
+        "accepted": {
+            "length": meta.get("spec_accept_length"),
+            "right": list(meta.get("spec_correct_drafts_histogram") or ()),
+        },
     }
 
 
@@ -327,7 +333,9 @@ class Run:
         )
         self.session = time.time()
         self.method = Method(args.decode_tokens, args.warmup_tokens, 0, 500)
-        content = {path: fingerprint([Path(path)]) for path in {self.tree(cell) for cell in self.cells}}
+        trees = {self.tree(cell) for cell in self.cells}
+        content = {path: fingerprint([Path(path)]) for path in trees}
+        self.series = {path: records.series(path) for path in trees}
         other = [args.other_model] if args.other_model else []
         shared = fingerprint([args.model, *other, *([bits.SHIM / "sitecustomize.py"] if args.repeatable else [])])
         self.inputs = {
@@ -367,7 +375,7 @@ class Run:
     def boot(self, seat: Seat) -> None:
         """Start the server of a seat."""
         args, log = self.args, Path(self.args.out) / f"{seat.cell.name}.log"
-        seat.record["repeatable"] = args.repeatable
+        seat.record |= {"repeatable": args.repeatable, "series": self.series[self.tree(seat.cell)]}
         seat.server = launch(
             args.model,
             python=sys.executable,

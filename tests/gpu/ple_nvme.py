@@ -16,6 +16,11 @@ GPU and are compared within a round with the pinned one (median over the rounds,
 and a sample before which more than 2 % of them are left is refused (tests/gpu/cold.py). The other disk cells are warm.
 --profile N has the servers with full graphs trace N decode steps at the end (OUT/traces/CELL).
 
+--mtp serves every cell with speculation (NEXTN, three drafts), for a checkpoint with a prediction head, such as that of
+`tools/make_tiny_model.py DIR --preset mid --mtp-layers 1 --embedding-std 4`; its cells are pinned and nvme under each
+kind of graphs. Verifying graphs are launched after the read, whatever the cell says. Accepted lengths are recorded, and
+a cell that accepted no draft has shown nothing.
+
 --repeatable removes what varies between two runs (tests/gpu/repeatable); equality is then judged by bits. Those servers
 are slower, so run it once so, with --answers-only, and once without, with --timings-only.
 
@@ -113,6 +118,16 @@ CELLS = (
     Cell("nvme", "breakable", "pread"),
     Cell("nvme", "eager", "pread"),
 )
+MTP_CELLS = tuple(
+    cell for cell in CELLS if cell.reader in (None, "auto") and cell.overlap and not cell.cold and not cell.sync
+)
+"""What --mtp serves where --only does not say."""
+MTP_ARGS = (
+    "--speculative-algorithm=NEXTN",
+    "--speculative-num-steps=3",
+    "--speculative-eagle-topk=1",
+    "--speculative-num-draft-tokens=4",
+)
 RAW = ("scored", "scored_again", "greedy", "greedy_again", "pair", "one_left", "uncached", "full", "samples", "soak")
 """Fields kept in OUT/*.json only."""
 HASH_CHECK = """
@@ -171,7 +186,10 @@ def ask(server: ServerProcess, args: argparse.Namespace) -> dict[str, Any]:
             result[scored] = [generate(client, ids, 4) for ids in texts]
         for greedy in ("greedy", "greedy_again"):
             client.flush_cache()
-            result[greedy] = generate(client, unique(1, 300, args.vocab), args.new_tokens)["ids"]
+            answer = generate(client, unique(1, 300, args.vocab), args.new_tokens)
+            result[greedy] = answer["ids"]
+            if args.mtp:
+                result.setdefault("accepted", []).append(answer["accepted"])
         client.flush_cache()
         with ThreadPoolExecutor(2) as pool:
             pair = [pool.submit(generate, client, unique(seed, n, args.vocab), 64) for seed, n in ((2, 700), (3, 90))]
@@ -299,6 +317,8 @@ def verdict(
             "one_left_cached": disk["one_left_cached"],
             "rss_gib": [disk["rss_gib_start"], disk.get("rss_gib_end")],
         }
+        if "accepted" in pinned and "accepted" in disk:
+            compared["accept_length"] = [r["accepted"][0]["length"] for r in (pinned, disk)]
         if repeatable:
             found = bits.compare((pinned["scored"], pinned["scored_again"]), (disk["scored"], disk["scored_again"]))
             tokens = bits.greedy((pinned["greedy"], pinned["greedy_again"]), (disk["greedy"], disk["greedy_again"]))
@@ -334,6 +354,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--answers-only", action="store_true", help="no speeds, cold cells, traces or soak")
     what.add_argument("--timings-only", action="store_true", help="no answers")
+    parser.add_argument("--mtp", action="store_true", help="speculate with the checkpoint's prediction head")
     parser.add_argument("--repeatable", action="store_true", help="servers repeat their bits: tests/gpu/repeatable")
     parser.add_argument("--budget", type=float, metavar="S", help="seconds after which the run ends, with a verdict")
     parser.add_argument("--profile", type=int, default=0, metavar="N", help="decode steps to trace with full graphs")
@@ -355,7 +376,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def chosen(args: argparse.Namespace) -> list[Cell]:
     """Return the cells of the run, each pinned cell before its disk cells."""
-    named = {cell for cell in CELLS if not args.only or cell.name in args.only}
+    named = {cell for cell in CELLS if cell.name in args.only} if args.only else set(MTP_CELLS if args.mtp else CELLS)
     if args.answers_only:
         named = {cell for cell in named if not cell.cold}
     return [cell for cell in CELLS if cell in named or any(other.base == cell for other in named)]
@@ -365,7 +386,7 @@ def server_args(args: argparse.Namespace, cell: Cell, table: Path | None = None)
     """Return the SGLang arguments of a cell; `table`: the flat table it reads instead of the checkpoint's."""
     graphs: Sequence[str] = GRAPH_ARGS[cell.graph] if args.device == "cuda" else ()
     common = COMMON_ARGS if args.device == "cuda" else CPU_ARGS
-    flags = [*common, *args.arg, *graphs]
+    flags = [*common, *(MTP_ARGS if args.mtp else ()), *args.arg, *graphs]
     if args.device == "cuda":  # the CPU platform keeps the table where it is, or reads it from the disk
         flags.append("--ple-offload-embedding")
     if args.device == "cuda" or cell.table != "pinned":
@@ -395,6 +416,7 @@ class Run:
         self.cells = chosen(args)
         self.session = time.time()
         self.tables: dict[str, Path] = {}
+        self.series = records.series(args.patched)
         shared = fingerprint([args.patched, args.model, *([bits.SHIM / "sitecustomize.py"] if args.repeatable else [])])
         self.inputs = {
             cell.name: fingerprint(
@@ -476,6 +498,7 @@ class Run:
         args, cell = self.args, seat.cell
         flags = server_args(args, cell, self.table(cell))
         seat.record |= {"kind": "server", "cell": cell.name, "args": flags, "repeatable": args.repeatable}
+        seat.record["series"] = self.series
         log = args.out / f"{cell.name}.log"
         if cell.cold:  # rows that are resident now would be copied from the server's mapping, and mapped pages stay
             seat.record["resident_before_boot"] = cold.drop(self.files(cell))
@@ -558,6 +581,8 @@ class Run:
                 good = False
                 continue
             unknown += [f"{cell.name}: no answers"] if self.unasked(cell) else []
+            if "accepted" in record and (why := unaccepted(record["accepted"])):
+                unknown.append(f"{cell.name}: {why}")
             left = self.rounds_left(cell)
             unknown += [f"{cell.name}: {left} of {self.args.rounds} rounds missing"] if left else []
             if left:  # refusals that later rounds made up for are history
@@ -573,6 +598,14 @@ class Run:
                 lines.append({"kind": "verdict", "cell": cell.name, "state": state, **compared})
                 good &= compared.get("equal", True)
         return lines, good, unknown
+
+
+def unaccepted(accepted: Sequence[dict[str, Any]]) -> str | None:
+    """Return why the answers of a speculating server show nothing about speculation, None where they do (pure)."""
+    lengths = [each["length"] for each in accepted]
+    if None in lengths:
+        return "the server tells no accepted length: it did not speculate"
+    return f"no draft was accepted: {lengths} tokens a verification" if min(lengths) <= 1 else None
 
 
 def speeds(record: dict[str, Any]) -> dict[str, Any]:

@@ -43,6 +43,7 @@ matrix_mid|20|32|12|mid
 matrix_speed|20|32|12|mid
 ple_nvme_bits|20|32|12|mid
 ple_nvme_speed|20|32|12|mid
+ple_nvme_mtp|20|32|12|mid-mtp
 ple_faults|20|24|12|mid
 ple_soak|20|24|12|mid'
 
@@ -50,9 +51,9 @@ usage() { sed -n '2,/^[^#]/{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; }
 die() { printf 'error: %s\nremedy: %s\n' "$1" "$2" >&2; exit "${3:-2}"; }
 
 list() {
-  printf '%-19s %-10s %-10s %-10s %-6s %s\n' step 'GPU GiB' 'host GiB' 'disk GiB' model present
+  printf '%-19s %-10s %-10s %-10s %-8s %s\n' step 'GPU GiB' 'host GiB' 'disk GiB' model present
   while IFS='|' read -r name gpu host disk model; do
-    printf '%-19s %-10s %-10s %-10s %-6s %s\n' "$name" "$gpu" "$host" "$disk" "${model:--}" \
+    printf '%-19s %-10s %-10s %-10s %-8s %s\n' "$name" "$gpu" "$host" "$disk" "${model:--}" \
       "$([ -f "$(script_of "$name")" ] && echo yes || echo no)"
   done <<<"$STEPS"
 }
@@ -110,8 +111,8 @@ lacks() {
 }
 
 # usage: preset_of NAME, given_of NAME, options_of NAME   the checkpoint of a step and what else decides its outcome
-preset_of() { case $1 in matrix_mid | matrix_speed | ple_nvme_* | ple_faults | ple_soak) echo mid ;; fp8_kv_prompts | matrix_tiny) echo gpu ;; esac; }
-given_of() { case $(preset_of "$1") in mid) echo "$mid" ;; *) echo "$tiny" ;; esac; }
+preset_of() { case $1 in ple_nvme_mtp) echo mid-mtp ;; matrix_mid | matrix_speed | ple_nvme_* | ple_faults | ple_soak) echo mid ;; fp8_kv_prompts | matrix_tiny) echo gpu ;; esac; }
+given_of() { case $(preset_of "$1") in mid) echo "$mid" ;; gpu) echo "$tiny" ;; esac; } # none has a prediction head
 options_of() {
   case $1 in
     # Servers whose bits are compared are slower, so speeds are steps of their own.
@@ -119,6 +120,7 @@ options_of() {
     matrix_mid) echo --half-gb 2 --answers-only --repeatable ;;             # 4.5 GiB of routed experts
     matrix_speed) echo --half-gb 2 --only full-pinned half-full-pinned half-full-in-place all-full-pinned paged-experts nvme-full ;;
     ple_nvme_bits) echo --answers-only --repeatable ;;
+    ple_nvme_mtp) echo --mtp --answers-only --repeatable --hash-rows 0 ;;
     ple_nvme_speed) echo --timings-only --hash-rows 0 ;;
     ple_soak) echo --seconds "$soak" ;;
   esac
@@ -147,7 +149,10 @@ make_model() {
   local preset
   preset="$(preset_of "$1")"
   [ -n "$preset" ] || return 0
-  make_checkpoint "$(model_of "$1")" "$preset" || return
+  case $preset in
+    mid-mtp) make_checkpoint "$(model_of "$1")" mid --mtp-layers 1 --embedding-std 4 || return ;; # drafts that are accepted
+    *) make_checkpoint "$(model_of "$1")" "$preset" || return ;;
+  esac
   [ -z "$(other_of "$1")" ] || make_checkpoint "$(other_of "$1")" "$preset" --seed 1
 }
 

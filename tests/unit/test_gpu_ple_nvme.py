@@ -314,6 +314,47 @@ def test_cold_cells_have_no_answers_of_their_own() -> None:
     assert only == [Cell("pinned", "full"), Cell("nvme", "full", "auto", cold=True)]
 
 
+def test_speculation_is_served_pinned_and_from_disk_under_each_kind_of_graphs(tmp_path: Path) -> None:
+    args = arguments("--mtp")
+    assert [cell.name for cell in chosen(args)] == [
+        "pinned-full", "nvme-full-auto", "pinned-breakable", "nvme-breakable-auto", "pinned-eager", "nvme-eager-auto",
+    ]  # fmt: skip
+    for cell in chosen(args):
+        assert set(ple_nvme.MTP_ARGS) < set(ple_nvme.server_args(args, cell))
+        assert not set(ple_nvme.MTP_ARGS) & set(ple_nvme.server_args(arguments(), cell))
+    assert [cell.name for cell in chosen(arguments("--mtp", "--only", "nvme-full-pread"))] == [
+        "pinned-full", "nvme-full-pread",
+    ]  # fmt: skip
+
+
+def speculated(length: float | None) -> dict[str, Any]:
+    return {"accepted": [{"length": length, "right": [5, 3, 1, 0]}] * 2}
+
+
+@pytest.mark.parametrize(
+    ("length", "code", "message"),
+    [(1.56, 0, "complete"), (1.0, 3, "no draft was accepted: [1.0, 1.0]"), (None, 3, "it did not speculate")],
+)
+def test_a_server_that_accepts_no_draft_has_shown_nothing(
+    stand: Stand, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+    length: float | None, code: int, message: str,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(ple_nvme, "ask", lambda *args: stand.ask(*args) | speculated(length))
+    assert stand.run("--mtp", "--answers-only") == code
+    out, err = capsys.readouterr()
+    assert message in err
+    (found,) = [json.loads(line) for line in out.splitlines() if '"verdict"' in line]
+    assert (found["equal"], found["accept_length"]) == (True, [length, length])
+
+
+def test_a_record_says_which_tree_it_is_about(stand: Stand) -> None:
+    (stand.tree / "sglang" / "__init__.py").touch()
+    (stand.tree / "sglang" / "version.py").write_text('__version__ = "9"\n')
+    assert stand.run("--answers-only") == 0
+    found = json.loads((stand.out / "nvme-full-auto.json").read_text())["series"]
+    assert (found["patches"], found["python_files"]) == (None, 2)
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [

@@ -21,7 +21,9 @@ STAND_IN = """#!/bin/sh
 case $1 in
   -c) [ -z "$GPU_GIB" ] && exit 1; echo "$GPU_GIB"; exit 0 ;;
   */summarise.py | */inputs.py) exec {python} "$@" ;;
-  */make_tiny_model.py) [ -n "$NO_MODEL" ] && exit 1; mkdir -p "$2" && echo '{{}}' > "$2/config.json"; exit 0 ;;
+  */make_tiny_model.py)
+    [ -n "$NO_MODEL" ] && exit 1
+    mkdir -p "$2" && echo '{{}}' > "$2/config.json" && shift 2 && echo "$@" > "$MADE"; exit 0 ;;
 esac
 echo "$@" >> "$CALLS"
 echo '{{"case": "one", "ok": true}}'
@@ -56,6 +58,8 @@ class Machine:
 
     def __init__(self, folder: Path) -> None:
         self.out, self.tree, self.calls = folder / "out", folder / "tree", folder / "calls"
+        self.made = folder / "made"
+        """The options of the last checkpoint that was made."""
         (self.tree / "sglang").mkdir(parents=True)
         (self.tree / "sglang" / "version.py").touch()
         self.python = folder / "python"
@@ -81,6 +85,7 @@ class Machine:
             "NO_MODEL": no_model,
             "PATH": f"{self.bin}{os.pathsep}{os.environ['PATH']}",
             "CALLS": str(self.calls),
+            "MADE": str(self.made),
         }
         return subprocess.run([GPU / "run_all.sh", *args], capture_output=True, text=True, env=environment, timeout=120)
 
@@ -112,6 +117,7 @@ def test_the_list_names_every_script_and_needs_no_gpu(machine: Machine) -> None:
     assert {row[-1] for row in steps.values()} == {"yes"}
     mid = {"matrix_mid", "matrix_speed", "ple_faults", "ple_nvme_bits", "ple_nvme_speed", "ple_soak"}
     assert {name for name, row in steps.items() if row[3] == "mid"} == mid
+    assert {name for name, row in steps.items() if row[3] == "mid-mtp"} == {"ple_nvme_mtp"}
     assert all(float(number) >= 0 for row in steps.values() for number in row[:3])
 
 
@@ -179,6 +185,11 @@ def test_a_step_that_fails_is_told_and_run_again(machine: Machine) -> None:
             "ple_nvme.py OUT/ple_nvme_bits --model OUT/models/mid --patched TREE --jobs 1 --answers-only --repeatable",
         ),
         (
+            "ple_nvme_mtp",
+            "ple_nvme.py OUT/ple_nvme_mtp --model OUT/models/mid-mtp --patched TREE --jobs 1 --mtp --answers-only "
+            "--repeatable --hash-rows 0",
+        ),
+        (
             "ple_nvme_speed",
             "ple_nvme.py OUT/ple_nvme_speed --model OUT/models/mid --patched TREE --jobs 1 --timings-only "
             "--hash-rows 0",
@@ -216,6 +227,15 @@ def test_a_step_gets_the_arguments_that_its_script_takes(machine: Machine, step:
             [sys.executable, "-c", PARSE_ONLY, *call.split(), *more], capture_output=True, text=True, timeout=120
         )
         assert parsed.returncode == code, parsed.stderr
+
+
+def test_speculation_gets_a_checkpoint_with_a_head_whatever_was_given(machine: Machine, tmp_path: Path) -> None:
+    (tmp_path / "mid").mkdir()
+    (tmp_path / "mid" / "config.json").write_text("{}")
+    given = ("--mid", str(tmp_path / "mid"))
+    machine.run(str(machine.out), "--patched", str(machine.tree), "--only", "ple_nvme_mtp", *given)
+    assert machine.made.read_text() == "--preset mid --mtp-layers 1 --embedding-std 4 --force\n"
+    assert f"--model {machine.out}/models/mid-mtp " in machine.calls.read_text()
 
 
 def test_a_soak_of_another_length_is_another_soak(machine: Machine) -> None:
