@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from q4kit.errors import Q4Error
 from q4kit.server.client import Client
 from q4kit.server.launch import ServerProcess, launch
+from tests.gpu import records
 from tests.gpu.cells import GRAPH_ARGS, PLE_ARGS
 from tests.gpu.matrix import COMMON_ARGS, generate
 
@@ -179,6 +180,7 @@ def main(argv: list[str] | None = None) -> int:
             return error
 
     good, base, results = True, None, []
+    series = records.series(args.patched)
     with ExitStack() as stack, ThreadPoolExecutor(len(cells) if args.device == "cuda" else 1) as pool:
         for cell, server in zip(cells, pool.map(boot, cells), strict=True):
             name = " ".join(cell)
@@ -194,13 +196,13 @@ def main(argv: list[str] | None = None) -> int:
                 except Q4Error as error:
                     result = {"error": str(error)[:300], "log": server.log_tail(20)[-2000:], "ok": False}
                 else:
-                    (args.out / f"{'-'.join(cell)}.json").write_text(json.dumps(record))
+                    (args.out / f"{'-'.join(cell)}.json").write_text(json.dumps(record | {"series": series}))
                     result = {"served": record["served"], "one_left_cached": record["one_left"]["cached"]}
                     result |= judge(record, base, chunk, args.aa_limit, args.distance_limit)
                     if cell == CELLS[0]:
                         base = record
             good &= result["ok"]
-            results.append({"case": name, "chunk": chunk, **result})
+            results.append({"case": name, "chunk": chunk, **result, "series": series})
             print(json.dumps(results[-1]), flush=True)
     if args.json:
         args.json.write_text(json.dumps(results, indent=1) + "\n")

@@ -38,6 +38,7 @@ from q4kit.server.client import Client
 from q4kit.server.launch import ServerProcess, launch
 from q4kit.tinymodel import PRESETS, generate
 from q4kit.tinymodel.options import PLE_FP8_SCALE
+from tests.gpu import records
 from tests.gpu.cells import GRAPH_ARGS
 from tests.gpu.matrix import COMMON_ARGS, worst
 from tests.gpu.matrix import generate as ask
@@ -254,7 +255,8 @@ def main(argv: list[str] | None = None) -> int:
         tables = {"holes": args.folder / "holes", "again": args.folder / "holes", "planted": args.folder / "rows"}
         write_sparse_table(tables["holes"], {})
         write_sparse_table(tables["planted"], rows)
-        results = judge(**serve(args, model, tables, prompts))
+        series = {"series": records.series(args.patched)}
+        results = [result | series for result in judge(**serve(args, model, tables, prompts))]
     except Q4Error as error:
         print(f"error: {error}\nremedy: {error.remedy}", file=sys.stderr)
         return 4

@@ -40,6 +40,7 @@ import requests
 from q4kit.errors import Q4Error
 from q4kit.server.client import GREEDY, Client
 from q4kit.server.launch import ServerProcess, launch
+from tests.gpu import records
 from tests.gpu.cells import GRAPH_ARGS, PLE_ARGS
 from tests.gpu.matrix import COMMON_ARGS
 from tests.gpu.memory_trend import Sample, group_memory, judge
@@ -198,8 +199,10 @@ def record_of(run: Run, control: Run | None, args: argparse.Namespace) -> dict[s
     """Return the record with its verdict, and write the one with every sample to --raw."""
     record: dict[str, Any] = {
         "case": "ple_soak", "device": args.device, "graphs": args.graphs, "seconds": args.seconds,
-        **run.to_json(), "table": run.table, "control": control.to_json() if control else None,
+        "series": records.series(args.patched), **run.to_json(), "table": run.table, "control": None,
     }  # fmt: skip
+    if control:
+        record["control"] = {**control.to_json(), "series": records.series(args.control_path or args.patched)}
     try:
         record |= judge(
             run.samples, args.seconds / 3, args.limit_mib, args.mapped_mib, control.samples if control else None

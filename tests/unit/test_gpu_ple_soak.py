@@ -213,12 +213,18 @@ class Dying:
         yield None
 
 
+def arguments(**more: Any) -> SimpleNamespace:
+    defaults = {
+        "device": "cpu", "graphs": "full", "patched": Path("none"), "control_path": None, "seconds": 60,
+        "limit_mib": 32, "mapped_mib": 1000, "raw": None,
+    }  # fmt: skip
+    return SimpleNamespace(**defaults | more)
+
+
 def test_a_server_that_dies_under_load_leaves_its_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ple_soak, "Client", Dying)
     raw = tmp_path / "raw.json"
-    args = SimpleNamespace(
-        device="cpu", graphs="full", seconds=60, longest=40, vocab=500, limit_mib=32, mapped_mib=1000, raw=raw
-    )
+    args = arguments(longest=40, vocab=500, raw=raw)
     run = ple_soak.soak(SimpleNamespace(base_url="http://127.0.0.1:9", pid=os.getpgrp()), args)  # type: ignore[arg-type]
     record = record_of(run, None, args)  # type: ignore[arg-type]
     assert (record["ok"], record["verdict"], record["answer_same"]) == (False, "inconclusive", False)
@@ -255,10 +261,11 @@ def test_samples_say_how_many_requests_had_ended() -> None:
     ids=["sound", "another answer", "a failed request"],
 )
 def test_a_control_must_be_sound(control: Run, ok: bool) -> None:
-    args = SimpleNamespace(device="cpu", graphs="full", seconds=60, limit_mib=32, mapped_mib=1000, raw=None)
+    args = arguments(control_path=Path("none/of-control"))
     control.samples = samples()
     run = Run(before=[1], again=[1], after=[1], table={"rows": 1.0}, samples=samples())
     record = record_of(run, control, args)  # type: ignore[arg-type]
+    assert record["series"]["reason"] == record["control"]["series"]["reason"] == "unknown: no Python package in sglang"
     assert (record["ok"], record["verdict"]) == (ok, "flat")
 
 
