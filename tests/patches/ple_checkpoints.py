@@ -23,9 +23,9 @@ SCALE = 0.0078125
 """Power of two, as a per-tensor scale of an fp8 table often is; bf16 holds it exactly."""
 
 
-def write(directory: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
+def write(directory: Path, dtype: torch.dtype = torch.bfloat16, **text_overrides: Any) -> Path:
     """Write a checkpoint whose PLE tables hold random bytes of `dtype` (fp8: NaN codes too); return the directory."""
-    tiny_qwen4.write_checkpoint(directory)
+    tiny_qwen4.write_checkpoint(directory, **text_overrides)
     if dtype == torch.float8_e4m3fn:
         config = json.loads((directory / "config.json").read_text())
         config["text_config"]["ple_embedding_dtype"] = "float8_e4m3fn"

@@ -96,8 +96,8 @@ def write_config(directory: Path, **text_overrides: Any) -> Path:
     return directory
 
 
-def write_checkpoint(directory: Path) -> Path:
+def write_checkpoint(directory: Path, **text_overrides: Any) -> Path:
     """Write random bf16 weights in the published on-disk layout; return the directory."""
     torch.manual_seed(0)
-    Qwen4ExpForConditionalGeneration(config()).to(torch.bfloat16).save_pretrained(directory)
+    Qwen4ExpForConditionalGeneration(config(**text_overrides)).to(torch.bfloat16).save_pretrained(directory)
     return directory
