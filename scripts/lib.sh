@@ -16,14 +16,16 @@ help_from() { sed -n '2,/^[^#]/{/^#/s/^# \{0,1\}//p}' "$1"; }
 
 # usage: pick_python   print a Python that the pinned wheels exist for
 pick_python() {
-  local py
-  for py in "${PYTHON:-}" python3.12 python3.11 python3.13 python3; do
-    [ -n "$py" ] || continue
+  local py candidates=(python3.12 python3.11 python3.13 python3)
+  [ -z "${PYTHON:-}" ] || candidates=("$PYTHON")
+  for py in "${candidates[@]}"; do
     if "$py" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; then
       command -v "$py"
       return 0
     fi
   done
+  [ -z "${PYTHON:-}" ] || die "PYTHON=$PYTHON is not a Python 3.11, 3.12 or 3.13 with venv" \
+    "name another one, or leave PYTHON unset to look for one"
   die "no Python 3.11, 3.12 or 3.13 with venv found" \
     "install one (Debian: apt-get install python3-venv) or set PYTHON=/path/to/python"
 }

@@ -42,9 +42,9 @@ fi
 
 py="$venv/bin/python"
 if [ ! -x "$py" ]; then
+  base_python=$(pick_python)
   [ "$(free_gb "$(dirname "$venv")")" -ge 14 ] ||
     die "$(free_gb "$(dirname "$venv")") GB free for $venv; 14 GB are needed" "free some space or name another VENV"
-  base_python=$(pick_python)
   say "creating $venv with $base_python"
   "$base_python" -m venv "$venv"
 fi

@@ -251,7 +251,9 @@ def _environment(
     """Return the environment and the flags of the server process."""
     environment = {**TOLD_ENV, **os.environ, **OFFLINE_ENV}
     # An environment that is not activated: its ninja builds what SGLang compiles at first use.
-    environment["PATH"] = os.pathsep.join([str(Path(python).parent), *filter(None, [environment.get("PATH")])])
+    folder, path = str(Path(python).parent), environment.get("PATH", "")
+    if path.split(os.pathsep)[0] != folder:
+        environment["PATH"] = os.pathsep.join([folder, *filter(None, [path])])
     flags: list[str] = []
     if device == "cpu":
         environment |= CPU_ENV

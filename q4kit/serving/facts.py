@@ -62,6 +62,7 @@ class Machine:
     """State of the series in the environment; "applied" only for the whole of it."""
     systemd: str
     """"" where systemd-run can make a scope, else why not."""
+    port: int
     port_free: bool
     compilers: tuple[str, ...] = ()
     """Of `COMPILERS`, those that the server would find."""
@@ -81,6 +82,7 @@ def gather(*, model: Path | None, run_dir: Path, python: str, host: str, port: i
         run_disk=find_disk(run_dir),
         series=series_state(python),
         systemd=systemd_missing(),
+        port=port,
         port_free=port_is_free(host, port),
         compilers=find_compilers(python),
     )

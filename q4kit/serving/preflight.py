@@ -97,7 +97,10 @@ def _series(machine: Machine) -> Check:
 
 def _port(machine: Machine) -> Check:
     level: Level = "ok" if machine.port_free else "refused"
-    return Check("port", level, "free" if machine.port_free else "taken", "free", "--port with another number")
+    found = "free" if machine.port_free else "taken"
+    return Check(
+        "port", level, f"{machine.port} is {found}", "free", "--port with another number; ss -ltnp shows who has it"
+    )
 
 
 def _compilers(machine: Machine, gpu: bool) -> Check:

@@ -322,6 +322,16 @@ def test_the_environments_own_programs_come_first_though_it_is_not_activated(
     assert rest == os.environ["PATH"].split(os.pathsep)
 
 
+def test_an_activated_environment_keeps_its_path(
+    start: Any, tmp_path: Path, interpreter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = f"{interpreter.parent}{os.pathsep}{os.environ['PATH']}"
+    monkeypatch.setenv("PATH", path)
+    with start("serve"):
+        (state,) = states(tmp_path)
+    assert state["env"]["PATH"] == path
+
+
 def test_tree_goes_in_front_of_the_python_path(start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "tree" / "sglang").mkdir(parents=True)
     monkeypatch.setenv("PYTHONPATH", "/elsewhere")

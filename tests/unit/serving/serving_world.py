@@ -21,6 +21,7 @@ GOOD = Machine(
     run_disk=NVME,
     series="applied",
     systemd="",
+    port=30000,
     port_free=True,
     compilers=("c++", "ninja", "nvcc"),
 )

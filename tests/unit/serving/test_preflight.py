@@ -63,7 +63,7 @@ def test_a_good_machine_and_checkpoint_pass_every_check(checkpoint: Path) -> Non
         ({"gpu": Gpu("x", "580.1", 24564, 9000)}, "free VRAM", "8.8 GiB"),
         ({"ram_available": 60 * GIB}, "host RAM", "60.0 GiB"),
         ({"series": "clean"}, "series", "clean"),
-        ({"port_free": False}, "port", "taken"),
+        ({"port_free": False}, "port", "30000 is taken"),
         ({"model_disk": Disk("nfs4", "server:/export", None, GIB)}, "model disk", "network"),
         ({"model_disk": Disk("ext4", "sda1", True, GIB)}, "model disk", "rotational"),
         ({"model_disk": Disk("tmpfs", "tmpfs", None, GIB)}, "model disk", "RAM"),
