@@ -14,3 +14,5 @@ FAULT = 4
 """The server or the environment failed; nothing was measured."""
 INTERRUPTED = 130
 """Stopped by the user; the partial result is kept and marked as partial."""
+PIPE_CLOSED = 141
+"""Nobody reads the output any more (`tool | head`); as a shell reports SIGPIPE, 128 + 13."""

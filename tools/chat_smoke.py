@@ -12,7 +12,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from q4kit import exit_codes, smoke
+from q4kit import cli, exit_codes, smoke
 from q4kit.errors import Q4Error
 from q4kit.report import dump_json, write_json
 from q4kit.server.client import Client
@@ -40,4 +40,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(cli.run(main))

@@ -15,7 +15,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from q4kit import exit_codes
+from q4kit import cli, exit_codes
 from q4kit.claims import repository, writer
 from q4kit.claims.ledger import load
 from q4kit.errors import Q4Error
@@ -98,4 +98,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(cli.run(main))

@@ -7,6 +7,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from q4kit import cli
 from q4kit.demo import build
 from q4kit.errors import Q4Error
 from q4kit.report import write_atomic, write_json
@@ -32,4 +33,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(cli.run(main))

@@ -9,7 +9,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from q4kit import exit_codes
+from q4kit import cli, exit_codes
 from q4kit.errors import Q4Error
 from q4kit.series import drill, manifest, targets
 
@@ -53,4 +53,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(cli.run(main))

@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from q4kit import exit_codes
+from q4kit import cli, exit_codes
 from q4kit.errors import Q4Error, UsageError
 from q4kit.tinymodel import PRESETS, Options, generate
 
@@ -103,4 +103,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(cli.run(main))

@@ -12,7 +12,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from q4kit import exit_codes, provenance
+from q4kit import cli, exit_codes, provenance
 from q4kit.bench.texts import TextKind
 from q4kit.errors import Q4Error
 from q4kit.needle import plot, render, runner
@@ -106,4 +106,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(cli.run(main))

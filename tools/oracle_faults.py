@@ -13,7 +13,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from q4kit import exit_codes
+from q4kit import cli, exit_codes
 from q4kit.errors import Q4Error, UsageError
 from q4kit.gate import faults
 from q4kit.report import write_atomic, write_json
@@ -66,4 +66,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(cli.run(main))

@@ -17,7 +17,7 @@ import logging
 import sys
 from pathlib import Path
 
-from q4kit import exit_codes
+from q4kit import cli, exit_codes
 from q4kit.errors import Q4Error
 from q4kit.ple import commands, contenders, measure, render, summary, table
 from q4kit.report import dump_json, write_atomic
@@ -75,4 +75,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(cli.run(main))

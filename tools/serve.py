@@ -18,7 +18,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from q4kit import exit_codes
+from q4kit import cli, exit_codes
 from q4kit.errors import Q4Error, UsageError
 from q4kit.server.launch import LOOPBACK, plan
 from q4kit.serving import facts, preflight, profiles
@@ -196,4 +196,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(cli.run(main))

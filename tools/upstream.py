@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from q4kit import exit_codes
+from q4kit import cli, exit_codes
 from q4kit.errors import Q4Error
 from q4kit.report import write_atomic
 from q4kit.series import load
@@ -40,4 +40,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(cli.run(main))

@@ -15,7 +15,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from q4kit import exit_codes
+from q4kit import cli, exit_codes
 from q4kit.errors import Q4Error
 from q4kit.server.launch import launch
 
@@ -59,4 +59,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(cli.run(main))
