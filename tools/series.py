@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from q4kit import exit_codes
+from q4kit import cli, exit_codes
 from q4kit.errors import Q4Error, UsageError
 from q4kit.series import (
     base,
@@ -58,7 +58,7 @@ def target_of(args: argparse.Namespace) -> targets.Target:
         raise UsageError("name a work tree or --installed, one of the two", remedy=f"series.py {args.command} --help")
     if args.installed:
         return targets.installed_target(args.python, args.series.base.package)
-    return targets.work_tree(args.target)
+    return targets.work_tree(args.target, args.series.base.package)
 
 
 def cmd_fetch(args: argparse.Namespace) -> int:
@@ -139,8 +139,10 @@ def cmd_test(args: argparse.Namespace) -> int:
     names = {"stock": [0], "all": list(range(series.length + 1))}
     if args.prefix not in names and not args.prefix.isdecimal():
         raise UsageError(f"--prefix {args.prefix}", remedy="a number of patches, `stock` or `all`")
+    prefixes = names.get(args.prefix) or [series.check_prefix(int(args.prefix))]
+    prefix_tests.require_pytest(args.python)
     results: dict[int, list[prefix_tests.Outcome]] = {}
-    for k in names.get(args.prefix) or [series.check_prefix(int(args.prefix))]:
+    for k in prefixes:
         what = prefix_tests.plan(series, k, full=True, patch=args.patch)
         tree = base.tree_at(k, series=series, python=args.python, progress=progress)
         results[k] = prefix_tests.run(series, what, tree, python=args.python, progress=progress)
@@ -267,4 +269,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(cli.run(main))

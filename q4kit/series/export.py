@@ -96,7 +96,7 @@ def export(
     is written on error.
     """
     series = series or manifest.load()
-    root = work_tree(path).root
+    root = work_tree(path, series.base.package).root
     if git.out(["status", "--porcelain", "--untracked-files=no"], root):
         raise UsageError(f"{root}: uncommitted changes", remedy="commit or stash them: only commits are exported")
     start = find_base(series, root, base, new_pin=new_pin)

@@ -64,6 +64,19 @@ def plan(series: Series, prefix: int, *, full: bool, patch: int | None = None) -
     return Plan(prefix, files)
 
 
+def require_pytest(python: str) -> None:
+    """Raise EnvironmentFault when ``python`` cannot run the tests: asked first, before a tree is made for them."""
+    probe = "import importlib.util, sys; sys.exit(0 if importlib.util.find_spec('pytest') else 9)"
+    done = subprocess.run([python, "-P", "-c", probe], capture_output=True, text=True, check=False)
+    if done.returncode == 9:
+        raise EnvironmentFault(
+            f"{python} has no pytest, which runs the tests of the patches",
+            remedy="run scripts/setup.sh --test, or name an interpreter that has it with --python",
+        )
+    if done.returncode != 0:
+        raise EnvironmentFault(f"{python} could not be asked for pytest: {done.stderr.strip()[-400:]}")
+
+
 def judge(nodeid: str, patch: int, prefix: int, item: Mapping[str, Any]) -> Outcome:
     """Return whether one test did what is claimed for it at this prefix. Pure."""
     applied = patch <= prefix

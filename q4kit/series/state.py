@@ -66,9 +66,9 @@ class SeriesStatus:
 
 def status(target: Target | Path | str, *, series: Series | None = None) -> SeriesStatus:
     """Return the state of a work tree (a path) or an installed package."""
-    if isinstance(target, (Path, str)):
-        target = work_tree(target)
     series = series or manifest.load()
+    if isinstance(target, (Path, str)):
+        target = work_tree(target, series.base.package)
     found = read_entries(target, series.touched)
     prefix = match_prefix(series, found)
     common: dict[str, Any] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import stat
 import subprocess
 import sys
@@ -56,17 +57,28 @@ class InstalledTarget:
 Target = WorkTree | InstalledTarget
 
 
-def work_tree(path: Path | str) -> WorkTree:
-    """Return the work tree rooted at ``path``; raises UsageError when it is not the root of one."""
+def work_tree(path: Path | str, package: str = "sglang") -> WorkTree:
+    """Return the work tree rooted at ``path``; raises UsageError when it is not the root of one.
+
+    ``package`` tells a folder inside a tree of the pin, whose root is meant, from one inside any other repository.
+    """
     root = Path(os.path.abspath(path))
+    make = f"`{shlex.join(['tools/series.py', 'fetch', str(root)])}` makes a tree of the pin there"
+    if root.exists() and not root.is_dir():
+        raise UsageError(f"{root}: not a folder", remedy="name the root of a git work tree, or use --installed")
     if not root.is_dir():
-        raise UsageError(f"{root}: no such folder")
+        raise UsageError(f"{root}: no such folder", remedy=f"{make}; or use --installed")
+    elsewhere = "`tools/series.py fetch TREE` makes a tree of the pin in a new folder; or use --installed"
     done = git.run(["rev-parse", "--show-toplevel"], root, check=False)
     top = done.stdout.decode().strip()
     if done.returncode != 0:
-        raise UsageError(f"{root}: not a git work tree", remedy="tools/series.py fetch makes one; or use --installed")
+        raise UsageError(f"{root}: not a git work tree", remedy=elsewhere)
     if Path(top).resolve() != root.resolve():
-        raise UsageError(f"{root}: lies inside the work tree {top}", remedy=f"name {top}, or use --installed")
+        ours = (Path(top) / PREFIX / package).is_dir()
+        raise UsageError(
+            f"{root}: lies inside the work tree {top}" + ("" if ours else f", which has no {PREFIX}/{package}"),
+            remedy=f"name {top}, or use --installed" if ours else elsewhere,
+        )
     return WorkTree(root)
 
 

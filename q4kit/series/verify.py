@@ -90,6 +90,8 @@ def verify(
     checks = offline(series)
     if offline_only or not all(c.ok for c in checks[:1]):
         return Report(series.length, checks)
+    if run_tests:
+        prefix_tests.require_pytest(python)
     cache = cache or wheel.cache_dir()
     pin = base.cached_base(series, cache, python=python, progress=progress)
     reports: list[PrefixReport] = []

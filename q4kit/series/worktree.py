@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,12 +41,13 @@ def apply(
     """
     series = series or manifest.load()
     to = series.check_prefix(to)
-    return _move(work_tree(path), series, to, "apply", progress)
+    return _move(work_tree(path, series.base.package), series, to, "apply", progress)
 
 
 def revert(path: Path | str, *, series: Series | None = None, progress: Progress = silent) -> Change:
     """Take the series' commits off a work tree again; raises when other commits or edits would be lost."""
-    return _move(work_tree(path), series or manifest.load(), 0, "revert", progress)
+    series = series or manifest.load()
+    return _move(work_tree(path, series.base.package), series, 0, "revert", progress)
 
 
 def _move(target: WorkTree, series: Series, to: int, op: str, progress: Progress) -> Change:
@@ -169,17 +171,23 @@ def _restore(target: WorkTree, head: str, touched: Sequence[str]) -> None:
     journal.marker_path(target).unlink(missing_ok=True)
 
 
+def _stash(target: WorkTree, paths: Sequence[str]) -> str:
+    """Return the command that puts aside local changes in ``paths``, untracked files included, and nothing else."""
+    return shlex.join(["git", "-C", str(target.root), "stash", "push", "--include-untracked", "--", *paths])
+
+
 def _refusal(target: WorkTree, series: Series, found: SeriesStatus) -> UsageError:
-    if found.state == "absorbed":
-        return UsageError(
-            f"{target.root}: another base that contains {', '.join(found.absorbed)}",
-            remedy=f"use a tree at {series.base.tag} (tools/series.py fetch)",
-        )
+    # First, because an edit on top of applied patches looks like another base that contains them.
     dirty = [] if found.interrupted else state.dirty_files(target, series.touched)
     if dirty:
         return UsageError(
             f"{target.root}: local changes in files of the series: {', '.join(dirty)}",
-            remedy="commit or `git stash` them first",
+            remedy=f"put them aside with `{_stash(target, dirty)}`; a commit of them is refused too",
+        )
+    if found.state == "absorbed":
+        return UsageError(
+            f"{target.root}: another base that contains {', '.join(found.absorbed)}",
+            remedy=f"use a tree at {series.base.tag} (tools/series.py fetch)",
         )
     here = {p: (e.mode, e.blob) for p, e in read_entries(target, series.touched).items()}
     mismatch = "" if found.interrupted or not found.patches else wrong_base(series.base, here)

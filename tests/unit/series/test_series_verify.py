@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 from series_world import PACKAGE, SERIES, VERSION, World, commit, edit, make_wheel, message, source_files
 
+from q4kit import exit_codes
 from q4kit.errors import EnvironmentFault, UsageError
 from q4kit.series import base, export, git, manifest, prefix_tests, radar, render, state, verify, wheel
 from q4kit.series.prefix_tests import Outcome
+from q4kit.series.targets import InstalledTarget
 
 
 def outcomes(report: verify.Report) -> dict[tuple[int, str], Outcome]:
@@ -164,6 +166,21 @@ def test_tests_of_one_patch_at_one_prefix(world: World) -> None:
     tree = base.tree_at(2, world.cache, series=world.series)
     (only,) = prefix_tests.run(world.series, what, tree, python=sys.executable)
     assert (only.outcome, only.problem) == ("failed", "")
+
+
+@pytest.mark.parametrize("command", [["verify"], ["test", "--prefix", "0"]])
+def test_a_python_without_pytest_is_refused_before_anything_is_built(
+    world: World, env: InstalledTarget, command: list[str]
+) -> None:
+    out = tool(world, *command, "--python", env.python, code=4)
+    assert f"{env.python} has no pytest" in out
+    assert "remedy: run scripts/setup.sh --test" in out
+    assert [p.name for p in world.cache.iterdir()] == ["wheels"]
+
+
+def test_a_python_without_pytest_proves_what_needs_none(world: World, env: InstalledTarget) -> None:
+    assert "prefixes green" in tool(world, "verify", "--no-tests", "--python", env.python, code=0)
+    tool(world, "verify", "--offline", "--python", env.python, code=0)
 
 
 # --- fetch and trees ---------------------------------------------------------------------------------------------
@@ -328,9 +345,13 @@ def test_radar_on_the_pin_is_clean(world: World, tmp_path: Path) -> None:
 TOOL = manifest.REPO_ROOT / "tools" / "series.py"
 
 
+def environment(world: World) -> dict[str, str]:
+    return os.environ | {"Q4_SERIES": str(world.root / SERIES), "Q4_CACHE": str(world.cache)}
+
+
 def tool(world: World, *args: object, code: int) -> str:
-    env = os.environ | {"Q4_SERIES": str(world.root / SERIES), "Q4_CACHE": str(world.cache)}
-    done = subprocess.run([sys.executable, TOOL, *map(str, args)], capture_output=True, text=True, env=env, check=False)
+    command = [sys.executable, TOOL, *map(str, args)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(world), check=False)
     assert done.returncode == code, (done.returncode, done.stdout, done.stderr)
     return done.stdout + done.stderr
 
@@ -372,6 +393,19 @@ def test_a_whole_day_on_the_command_line(world: World, tmp_path: Path) -> None:
 )
 def test_bad_command_lines(world: World, args: list[str], said: str) -> None:
     assert said in tool(world, *args, code=2)
+
+
+def test_a_closed_pipe_ends_the_tool_quietly_and_cleans_up(world: World) -> None:
+    """`verify | head -1`: 141 as a shell's own tools, no traceback, no work tree left behind."""
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, TOOL, "verify", "--no-tests", "--no-imports"]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, env=environment(world), check=False)
+    os.close(write)
+    assert done.returncode == exit_codes.PIPE_CLOSED, done.stderr
+    assert "Error" not in done.stderr
+    base_tree = world.cache / f"base-{VERSION}-{wheel.python_tag()}"
+    assert git.out(["worktree", "list", "--porcelain"], base_tree).count("worktree ") == 1
 
 
 def test_damaged_series_is_a_clear_error(world: World) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -15,12 +17,22 @@ import pytest
 from series_world import PACKAGE, World, commit, edit
 
 from q4kit.errors import EnvironmentFault, Q4Error, UsageError
-from q4kit.series import git, journal, manifest, state, worktree
+from q4kit.series import base, git, journal, manifest, state, worktree
 from q4kit.series.targets import work_tree
 
 
 def head(tree: Path) -> str:
     return git.out(["rev-parse", "HEAD"], tree)
+
+
+def follow(error: Q4Error) -> None:
+    """Do what a remedy says: the command in backquotes, and no commit, for that is refused next."""
+    assert "commit or" not in error.remedy
+    command = re.search("`(git .*?)`", error.remedy)
+    assert command is not None, error.remedy
+    identity = {"GIT_AUTHOR_NAME": "me", "GIT_AUTHOR_EMAIL": "me@example.org"}
+    identity |= {"GIT_COMMITTER_NAME": "me", "GIT_COMMITTER_EMAIL": "me@example.org"}
+    subprocess.run(shlex.split(command[1]), check=True, capture_output=True, env=os.environ | identity)
 
 
 def test_every_prefix_is_named_and_commit_ids_are_everybodys(world: World) -> None:
@@ -98,9 +110,25 @@ def test_dirty_touched_file_is_refused_and_kept(world: World, staged: bool) -> N
     edit(path, "return x + 1\n", "return x + 111\n")
     if staged:
         git.run(["add", path], tree)
-    with pytest.raises(UsageError, match=r"local changes.*alpha\.py"):
+    with pytest.raises(UsageError, match=r"local changes.*alpha\.py") as caught:
         worktree.apply(tree, series=world.series)
     assert "111" in path.read_text()
+    follow(caught.value)
+    assert worktree.apply(tree, series=world.series).after == world.series.length
+    git.run(["stash", "pop", "-q"], tree)
+    assert "111" in path.read_text()
+
+
+def test_remedy_for_local_changes_works_on_an_applied_tree(world: World) -> None:
+    tree = world.tree("a folder with a blank")
+    worktree.apply(tree, series=world.series, to=2)
+    for name in ("alpha", "beta"):
+        with (tree / "python" / PACKAGE / f"{name}.py").open("a") as file:
+            file.write("MINE = 1\n")
+    with pytest.raises(UsageError, match="local changes") as caught:
+        worktree.revert(tree, series=world.series)
+    follow(caught.value)
+    assert worktree.revert(tree, series=world.series).after == 0
 
 
 def test_staged_change_elsewhere_is_refused(world: World) -> None:
@@ -115,9 +143,12 @@ def test_untracked_file_in_the_way_of_an_added_one_is_refused_and_kept(world: Wo
     tree = world.tree("t")
     path = tree / "python" / PACKAGE / "late.py"
     path.write_text("mine\n")
-    with pytest.raises(UsageError, match=r"late\.py"):
+    with pytest.raises(UsageError, match=r"late\.py") as caught:
         worktree.apply(tree, series=world.series)
     assert path.read_text() == "mine\n"
+    follow(caught.value)
+    assert worktree.apply(tree, series=world.series).after == world.series.length
+    assert git.out(["show", f"stash@{{0}}^3:python/{PACKAGE}/late.py"], tree) == "mine"
 
 
 def test_failing_am_restores_everything(world: World) -> None:
@@ -239,8 +270,29 @@ def test_shallow_clone_with_hooks_and_odd_settings(world: World) -> None:
 
 
 def test_a_folder_inside_a_work_tree_is_no_target(world: World) -> None:
-    with pytest.raises(UsageError, match="lies inside the work tree"):
+    with pytest.raises(UsageError, match="lies inside the work tree") as caught:
         state.status(world.base / "python", series=world.series)
+    assert caught.value.remedy == f"name {world.base}, or use --installed"
+
+
+def test_a_plain_folder_inside_another_repository_is_not_told_to_name_that_one(world: World, tmp_path: Path) -> None:
+    """Such as a folder in a clone of this project, which is no tree of the pin and would be refused next."""
+    clone = tmp_path / "clone"
+    git.run(["init", "-q", clone], tmp_path)
+    (clone / "plain").mkdir()
+    with pytest.raises(UsageError, match="lies inside the work tree") as caught:
+        worktree.apply(clone / "plain", series=world.series)
+    assert f"name {clone}" not in caught.value.remedy
+    assert "tools/series.py fetch" in caught.value.remedy
+
+
+def test_remedy_for_a_folder_that_is_missing_makes_one_that_is_accepted(world: World, tmp_path: Path) -> None:
+    missing = tmp_path / "no" / "such"
+    with pytest.raises(UsageError, match="no such folder") as caught:
+        worktree.apply(missing, series=world.series)
+    assert f"`tools/series.py fetch {missing}` makes a tree" in caught.value.remedy
+    base.fetch(world.series, missing, cache=world.cache)
+    assert worktree.apply(missing, series=world.series).after == world.series.length
 
 
 @pytest.mark.parametrize(
