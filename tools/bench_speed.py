@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from q4kit import exit_codes
+from q4kit import cli, exit_codes
 from q4kit.bench import commands, machine
 from q4kit.bench.runner import PUBLISHED_CONTEXTS, Api, BenchConfig
 from q4kit.bench.texts import TextKind
@@ -27,7 +27,7 @@ from q4kit.provenance import short_paths
 from q4kit.report import dump_json, write_atomic, write_json
 from q4kit.server.client import Client
 
-ROOT = Path(__file__).resolve().parent.parent
+LEDGER = Path(__file__).resolve().parent.parent / "results" / "claims.toml"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -70,7 +70,7 @@ def parser() -> argparse.ArgumentParser:
     verify = commands_.add_parser("verify", help="compare with a published number")
     verify.set_defaults(func=do_verify)
     verify.add_argument("--claim", required=True, metavar="ID")
-    verify.add_argument("--ledger", type=Path, default=ROOT / "results" / "claims.toml")
+    verify.add_argument("--ledger", type=Path, default=LEDGER)
     verify.add_argument("--result", type=Path, help="JSON of an earlier 'run'; without it the claim is measured now")
     verify.add_argument("-r", "--repeats", type=int, default=5)
     verify.add_argument("--margin", type=float, help="relative, 0.03 = 3 %% (default: the claim's)")
@@ -111,7 +111,14 @@ def do_run(args: argparse.Namespace) -> commands.Outcome:
 def do_verify(args: argparse.Namespace) -> commands.Outcome:
     claims = ledger.load(args.ledger).claims
     if args.claim not in claims:
-        raise UsageError(f"no claim {args.claim!r} in {args.ledger.name}", remedy=f"known: {', '.join(sorted(claims))}")
+        near = ledger.nearest(claims, args.claim)
+        listing = (
+            "python tools/claims.py list" if args.ledger == LEDGER else shlex.join(["grep", "^id", str(args.ledger)])
+        )
+        raise UsageError(
+            f"no claim {args.claim!r} in {args.ledger.name}",
+            remedy=(f"did you mean {near!r}? " if near else "") + f"`{listing}` prints the ids",
+        )
     stored = read_result(args.result) if args.result else None
     client = Client(args.base_url, args.timeout) if args.base_url else None
     return commands.verify_claim(
@@ -161,4 +168,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(cli.run(main))

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from q4kit.bench.summary import PointSummary
 from q4kit.errors import EnvironmentFault
+from q4kit.stats.intervals import MeanInterval
 
 
 def speed_png(points: Sequence[PointSummary], title: str) -> bytes:
@@ -29,8 +30,7 @@ def speed_png(points: Sequence[PointSummary], title: str) -> bytes:
                 continue
             xs = [c for c, _ in chosen]
             ys = [i.mean for _, i in chosen]
-            spread = [(i.mean - i.low if math.isfinite(i.low) else 0.0) for _, i in chosen]
-            axes.errorbar(xs, ys, yerr=spread, marker="o", capsize=3, label=kind)
+            axes.errorbar(xs, ys, yerr=bars([i for _, i in chosen]), marker="o", capsize=3, label=kind)
         axes.set(xscale="log", xlabel="context, tokens", ylabel="tok/s", title=f"{name} ({unit})")
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
@@ -40,3 +40,9 @@ def speed_png(points: Sequence[PointSummary], title: str) -> bytes:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=120)
     return buffer.getvalue()
+
+
+def bars(intervals: Sequence[MeanInterval]) -> tuple[list[float], list[float]]:
+    """Return the lengths of the error bars below and above the means; 0 for one sample, which has no interval."""
+    bounded = [(i.mean - i.low, i.high - i.mean) if math.isfinite(i.low) else (0.0, 0.0) for i in intervals]
+    return [below for below, _ in bounded], [above for _, above in bounded]

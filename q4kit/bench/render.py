@@ -14,6 +14,8 @@ from q4kit.report import Report, Table
 from q4kit.stats.intervals import MeanInterval
 
 SCHEMA = "q4kit.bench/1"
+NOISY_CV = 0.05
+"""Standard deviation over mean of a rate, above which the report warns."""
 
 
 def report(result: RunResult, config: BenchConfig, provenance: Mapping[str, Any], *, repro: str = "") -> Report:
@@ -163,7 +165,8 @@ def _cells(interval: MeanInterval | None) -> tuple[Any, Any, Any]:
         return None, "refused", None
     if interval.n < 2:
         return interval.mean, "one sample", None
-    return interval.mean, f"{interval.low:.4g} .. {interval.high:.4g}", interval.sd
+    low = f"{interval.low:.4g}" + (" (cut)" if interval.cut else "")
+    return interval.mean, f"{low} .. {interval.high:.4g}", interval.sd
 
 
 def _drift(p: PointSummary) -> str:
@@ -182,8 +185,9 @@ def _warnings(result: RunResult, points: Sequence[PointSummary]) -> list[str]:
             )
         if "+" in p.page_cache:
             lines.append(f"{p.pp_name} ({p.kind}) mixes page-cache states {p.page_cache}: measure them apart")
-        if p.decode and p.decode.n > 1 and p.decode.cv > 0.05:
-            lines.append(f"{p.tg_name} ({p.kind}) spreads by {p.decode.cv:.0%}: is the machine idle?")
+        for name, rate in ((p.pp_name, p.prefill), (p.tg_name, p.decode)):
+            if rate and rate.n > 1 and rate.cv > NOISY_CV:
+                lines.append(f"{name} ({p.kind}) spreads by {rate.cv:.0%}: is the machine idle?")
     for point in result.points:
         if point.resend and point.resend.cached_tokens == 0:
             lines.append(

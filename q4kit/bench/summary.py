@@ -133,5 +133,6 @@ def _domain(name: str, samples: Sequence[StreamSample]) -> DomainSummary:
 
 
 def _interval(values: Sequence[float | None], confidence: float) -> MeanInterval | None:
+    """Return the interval of rates or times, which are never negative."""
     numbers = [v for v in values if v is not None]
-    return t_interval(numbers, confidence=confidence) if numbers else None
+    return t_interval(numbers, confidence=confidence).cut_at(0.0) if numbers else None

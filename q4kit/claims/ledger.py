@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
 import tomllib
@@ -92,6 +93,11 @@ def load(path: Path) -> Ledger:
     except tomllib.TOMLDecodeError as error:
         raise UsageError(f"{path.name} is not TOML: {error}") from error
     return parse(data)
+
+
+def nearest(claims: Mapping[str, Claim], wanted: str) -> str:
+    """Return the id most like ``wanted``, capitals aside; empty when none is like it."""
+    return next(iter(difflib.get_close_matches(wanted.lower(), claims, n=1)), "")
 
 
 def parse(data: Mapping[str, Any]) -> Ledger:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from scipy import stats
@@ -55,7 +55,10 @@ def trials_for_lower_bound(bound: float, *, confidence: float = 0.95) -> int:
 
 @dataclass(frozen=True)
 class MeanInterval:
-    """Mean of a sample with its Student t interval; `sd` is the sample (n - 1) standard deviation."""
+    """Mean of a sample with its Student t interval; `sd` is the sample (n - 1) standard deviation.
+
+    `cut` says that `low` is a bound of the quantity itself and not mean - t sd / sqrt(n): see `cut_at`.
+    """
 
     n: int
     mean: float
@@ -63,17 +66,28 @@ class MeanInterval:
     low: float
     high: float
     confidence: float
+    cut: bool = False
+
+    def cut_at(self, least: float) -> MeanInterval:
+        """Return the interval without what lies below `least`, for a quantity that never does.
+
+        Its true mean does not lie there either, so the coverage is that of the whole interval. A single sample, whose
+        interval is unbounded, stays as it is.
+        """
+        if self.n < 2 or self.low >= least:
+            return self
+        return replace(self, low=least, cut=True)
 
     @property
     def cv(self) -> float:
         """Coefficient of variation, sd / mean."""
         return self.sd / self.mean if self.mean else math.inf
 
-    def to_json(self) -> dict[str, float | int | None]:
+    def to_json(self) -> dict[str, float | int | bool | None]:
         finite = {
             k: (v if math.isfinite(v) else None) for k, v in (("sd", self.sd), ("low", self.low), ("high", self.high))
         }
-        return {"n": self.n, "mean": self.mean, **finite, "confidence": self.confidence}
+        return {"n": self.n, "mean": self.mean, **finite, "confidence": self.confidence, "cut": self.cut}
 
 
 def t_interval(sample: Sequence[float], *, confidence: float = 0.95) -> MeanInterval:

@@ -12,6 +12,7 @@ import pytest
 from q4kit.bench import render
 from q4kit.bench.domains import questions
 from q4kit.bench.machine import PageCache, Snapshot, evict, page_cache_state, residency, warm
+from q4kit.bench.plot import bars, speed_png
 from q4kit.bench.prompts import exact_prompt
 from q4kit.bench.room import Room, room
 from q4kit.bench.runner import Api, BenchConfig, Ended, RunResult, run_contexts, run_domains
@@ -19,6 +20,7 @@ from q4kit.bench.summary import summarise, summarise_domains
 from q4kit.bench.texts import TextKind, build
 from q4kit.errors import UsageError
 from q4kit.report import dump_json
+from q4kit.stats.intervals import t_interval
 from tests.fakes.adversary import Adversary, Reply, StreamScript, sse
 
 
@@ -325,6 +327,60 @@ def test_gpu_is_watched_while_the_request_runs(tmp_path: Path, monkeypatch: pyte
     text = render.report(result, config, {}).text()
     assert "2550 .. 2550" in text
     assert "0x0000000000000004" in text
+
+
+def noisy_prefill() -> RunResult:
+    """Return three repeats whose TTFT differ by a factor of 3: an sd of 58 % for pp101, decode steady."""
+    fake = Adversary()
+    ttft = iter((0.17, 0.35, 0.51))
+    fake.handlers["/generate"] = lambda payload: steady(ttft=next(ttft)).reply(payload)
+    return run(fake, BenchConfig((101,), tokens=20, repeats=3, warmup=False, resend=False))
+
+
+def test_noisy_prefill_is_warned_about_as_noisy_decode_is() -> None:
+    report = render.report(noisy_prefill(), BenchConfig((101,)), {})
+    assert [w.split(":")[0] for w in report.warnings] == ["pp101 (filler) spreads by 58%"]
+
+
+def test_interval_of_a_rate_or_a_time_ends_at_0_and_says_that_it_is_cut() -> None:
+    result = noisy_prefill()
+    found = summarise(result.points[0])
+    assert found.prefill is not None
+    assert found.ttft is not None
+    assert found.decode is not None
+    rates = [101 / t for t in (0.17, 0.35, 0.51)]
+    uncut = t_interval(rates)
+    assert uncut.low < 0
+    assert (found.prefill.mean, found.prefill.high) == pytest.approx((uncut.mean, uncut.high))
+    assert (found.prefill.low, found.prefill.cut) == (0.0, True)
+    assert (found.ttft.low, found.ttft.cut) == (0.0, True)
+    assert not found.decode.cut
+    data = render.report(result, BenchConfig((101,)), {}).to_json()
+    assert data["points"][0]["summary"]["prefill"]["cut"] is True
+    text = render.report(result, BenchConfig((101,)), {}).text()
+    assert f"0 (cut) .. {uncut.high:.4g}" in text
+    assert "-" not in text.split("pp101 ")[1].split("\n")[0]
+
+
+def test_one_sample_has_no_interval_to_cut() -> None:
+    fake = Adversary()
+    fake.handlers["/generate"] = steady().reply
+    result = run(fake, BenchConfig((101,), tokens=20, repeats=1, warmup=False, resend=False))
+    found = summarise(result.points[0])
+    assert found.prefill is not None
+    assert not found.prefill.cut
+    assert found.prefill.to_json()["low"] is None
+
+
+def test_error_bars_of_a_plot_are_the_intervals() -> None:
+    """A cut interval is not symmetric, and no bar may go below 0."""
+    found = summarise(noisy_prefill().points[0])
+    assert found.prefill is not None
+    below, above = bars([found.prefill])
+    assert below == [pytest.approx(found.prefill.mean)]
+    assert above == [pytest.approx(found.prefill.high - found.prefill.mean)]
+    assert bars([t_interval([1.0])]) == ([0.0], [0.0])
+    assert speed_png([found], "t").startswith(b"\x89PNG")
 
 
 def test_drift_is_reported_as_a_warning() -> None:

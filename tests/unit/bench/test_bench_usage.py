@@ -47,6 +47,33 @@ def test_bench_refuses_bad_usage_in_words(arguments: tuple[str, ...], message: s
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("claim", "nearest"),
+    [
+        ("hs-card-decod", "did you mean 'hs-card-decode'"),
+        ("HS-Card-Decode", "did you mean 'hs-card-decode'"),
+        ("??", ""),
+    ],
+)
+def test_unknown_claim_names_the_nearest_and_the_command_that_lists_them(claim: str, nearest: str) -> None:
+    done = tool("bench_speed.py", "verify", "--claim", claim)
+    assert done.returncode == 2
+    assert f"no claim {claim!r} in claims.toml" in done.stderr
+    assert nearest in done.stderr
+    assert ("did you mean" in done.stderr) == bool(nearest)
+    assert "`python tools/claims.py list` prints the ids" in done.stderr
+    assert len(done.stderr) < 300
+    assert "hs-card-decode" in tool("claims.py", "list").stdout
+
+
+def test_unknown_claim_of_a_ledger_of_ones_own_names_that_ledger(tmp_path: Path) -> None:
+    ledger = tmp_path / "mine.toml"
+    ledger.write_text("schema = 1\n")
+    done = tool("bench_speed.py", "verify", "--claim", "x", "--ledger", str(ledger))
+    assert done.returncode == 2
+    assert f"`grep '^id' {ledger}` prints the ids" in done.stderr
+
+
 def test_table_that_is_not_there_is_an_environment_fault() -> None:
     done = tool("bench_speed.py", "run", "--table", "/nowhere/table.bin", "--page-cache", "cold")
     assert done.returncode == 4

@@ -63,13 +63,32 @@ def test_t_interval_uses_the_sample_standard_deviation() -> None:
 def test_t_interval_of_one_sample_is_unbounded_and_json_ready() -> None:
     found = t_interval([5.0])
     assert (found.low, found.high) == (-math.inf, math.inf)
-    assert found.to_json() == {"n": 1, "mean": 5.0, "sd": None, "low": None, "high": None, "confidence": 0.95}
+    assert found.to_json() == {
+        "n": 1,
+        "mean": 5.0,
+        "sd": None,
+        "low": None,
+        "high": None,
+        "confidence": 0.95,
+        "cut": False,
+    }
 
 
 @pytest.mark.parametrize("sample", [[], [1.0, math.nan], [math.inf]])
 def test_t_interval_refuses_nothing_and_nan(sample: list[float]) -> None:
     with pytest.raises(ValueError, match="t_interval needs"):
         t_interval(sample)
+
+
+def test_cutting_at_0_covers_the_true_mean_of_positive_values_exactly_as_often() -> None:
+    """Skewed and wide, so that most intervals are cut; what is cut off cannot hold the mean."""
+    rng = np.random.default_rng(5)
+    whole = [t_interval(list(rng.gamma(0.5, 100, 3))) for _ in range(2000)]
+    cut = [i.cut_at(0.0) for i in whole]
+    assert np.mean([i.cut for i in cut]) > 0.5
+    assert [i.low <= 50 <= i.high for i in cut] == [i.low <= 50 <= i.high for i in whole]
+    assert all(c.low == max(w.low, 0.0) and (c.mean, c.sd, c.high) == (w.mean, w.sd, w.high)
+               for c, w in zip(cut, whole, strict=True))  # fmt: skip
 
 
 def test_t_interval_covers_the_true_mean() -> None:
