@@ -19,7 +19,7 @@ import signal
 import sys
 from pathlib import Path
 
-from q4kit import exit_codes
+from q4kit import cli, exit_codes
 from q4kit.errors import Q4Error, UsageError
 from q4kit.gate import commands, gpu
 from q4kit.gate.plan import Config, choose_prefixes, parse_arguments, parse_expectation
@@ -138,4 +138,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(cli.run(main))

@@ -56,8 +56,7 @@ def run(
 ) -> Result:
     """Measure what `folder` does not hold yet, judge all of it, and write `table.md` and `table.json` there."""
     began = time.monotonic()
-    if not (config.model / "config.json").is_file():
-        raise UsageError(f"{config.model} holds no config.json", remedy="make one with tools/make_tiny_model.py")
+    _check_model(config.model)
     if config.free_gib is not None and config.device != "cuda":
         raise UsageError("--ballast-free-gib needs --device cuda", remedy="leave it out: a CPU has no GPU memory")
     if config.jobs < 1:
@@ -81,6 +80,18 @@ def run(
             write_atomic(store.folder / "table.md", result.report.markdown().encode())
             write_json(store.folder / "table.json", result.report.to_json())
     return result
+
+
+def _check_model(folder: Path) -> None:
+    if not folder.exists():
+        problem = f"{folder}: no such folder"
+    elif not folder.is_dir():
+        problem = f"{folder} is a file, expected a checkpoint folder"
+    elif not (folder / "config.json").is_file():
+        problem = f"{folder} holds no config.json"
+    else:
+        return
+    raise UsageError(problem, remedy="name a checkpoint folder; tools/make_tiny_model.py makes a small one")
 
 
 def _ballasts(stack: contextlib.ExitStack, config: Config, free_gib: float) -> str:

@@ -110,13 +110,13 @@ class Item:
 
 
 def choose_prefixes(length: int, listed: str | None, first: int | None, last: int | None) -> tuple[int, ...]:
-    """Return the prefixes of `--prefixes 0,7,19`, or of `--from`/`--to` (both included; default all), ascending."""
+    """Return the prefixes of `--prefixes 0,7,21`, or of `--from`/`--to` (both included; default all), ascending."""
     if listed is not None:
         if first is not None or last is not None:
             raise UsageError("--prefixes and --from/--to exclude each other", remedy="use one of the two")
         words = [word.strip() for word in listed.split(",")]
         if not all(word.isdecimal() for word in words):
-            raise UsageError(f"--prefixes {listed!r}: expected numbers", remedy="for example --prefixes 0,7,19")
+            raise UsageError(f"--prefixes {listed!r}: expected numbers", remedy="for example --prefixes 0,7,21")
         chosen = sorted({int(word) for word in words})
     else:
         chosen = list(range(0 if first is None else first, (length if last is None else last) + 1))

@@ -95,8 +95,19 @@ def test_a_gpu_gets_a_floor_that_can_decide(tool: ModuleType, model: Path) -> No
     assert floor("--short") == floor("--short", "--device=cuda", "--gpus=0") == 0
 
 
-def test_a_model_that_is_none_is_refused(tool: ModuleType, tmp_path: Path) -> None:
-    assert tool.main([str(tmp_path / "out"), "--model", str(tmp_path)]) == 2
+def test_a_model_that_is_none_is_refused(tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "model.safetensors"
+    file.touch()
+    for model, said in (
+        (tmp_path, f"{tmp_path} holds no config.json"),
+        (tmp_path / "nowhere", f"{tmp_path / 'nowhere'}: no such folder"),
+        (file, f"{file} is a file, expected a checkpoint folder"),
+    ):
+        assert tool.main([str(tmp_path / "out"), "--model", str(model)]) == 2
+        error = capsys.readouterr().err
+        assert said in error
+        assert "remedy: " in error
+        assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
