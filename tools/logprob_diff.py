@@ -16,7 +16,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from q4kit import exit_codes, report
+from q4kit import cli, exit_codes, report
 from q4kit.errors import Q4Error
 from q4kit.oracle import commands
 from q4kit.oracle.plan import Options
@@ -113,4 +113,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(cli.run(main))
