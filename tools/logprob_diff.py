@@ -76,6 +76,7 @@ def build_parser() -> argparse.ArgumentParser:
     floor.add_argument("--out", type=Path, required=True, help="floor to write, .jsonl or .jsonl.gz")
     floor.add_argument("--base-url", help="measure runs of this server now")
     floor.add_argument("--like", type=Path, metavar="REF", help="with --base-url: over this recording's ids")
+    floor.add_argument("--prompts", default="text", choices=["text", "ids"], help="without --like: texts or fixed ids")
     floor.add_argument("--runs", type=int, default=5, help="with --base-url: runs to measure (%(default)s)")
     floor.add_argument(
         "--restart-cmd", metavar="CMD", help="shell command that restarts the server, run between the runs"

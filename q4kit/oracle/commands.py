@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -12,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from q4kit import exit_codes, provenance
-from q4kit.errors import EnvironmentFault, ServerError, UsageError
-from q4kit.oracle import align, judge, measure, render, simulate
+from q4kit.errors import Q4Error, UsageError
+from q4kit.oracle import align, judge, measure, render, restart, simulate
 from q4kit.oracle import floor as floors
 from q4kit.oracle import recording as recordings
 from q4kit.oracle.floor import Floor
@@ -27,7 +26,6 @@ VERDICT_CODES = {
     judge.DIFFERENT: exit_codes.NEGATIVE,
     judge.INCONCLUSIVE: exit_codes.INCONCLUSIVE,
 }
-RESTART_TIMEOUT_S = 900.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,50 +117,72 @@ def floor(arguments: argparse.Namespace) -> Result:
     """Merge recordings into a floor, measuring them first when a server is given."""
     runs = [recordings.read(path) for path in arguments.recordings]
     if arguments.base_url:
-        runs += _measure_runs(arguments, runs[0] if runs else None)
-    elif arguments.restart_cmd:
-        raise UsageError("--restart-cmd needs --base-url")
+        return _measured_floor(arguments, runs)
+    if arguments.restart_cmd is not None:
+        raise UsageError("--restart-cmd needs --base-url", remedy="Name the server that it restarts.")
+    return _floor_of(runs, arguments)
+
+
+def _floor_of(runs: list[Recording], arguments: argparse.Namespace) -> Result:
+    """Build and write the floor of runs."""
     built = floors.build(runs, vary=arguments.vary)
     floors.write(built, arguments.out)
     return Result(render.floor_report(built, floor_sizes(built)), exit_codes.HOLDS)
 
 
-def _measure_runs(arguments: argparse.Namespace, base: Recording | None) -> list[Recording]:
-    """Return fresh runs of a server, restarted between them when a command for it is given."""
+def _measured_floor(arguments: argparse.Namespace, given: list[Recording]) -> Result:
+    """Build the floor of `given` and fresh runs of a server; finished runs lie beside it until it is written."""
+    if arguments.restart_cmd is not None:
+        restart.check(arguments.restart_cmd)
+    files = [arguments.out.with_name(f"{arguments.out.name}.run{n + 1}.jsonl.gz") for n in range(arguments.runs)]
+    try:
+        result = _floor_of([*given, *_measure_runs(arguments, given[0] if given else None, files)], arguments)
+    except Q4Error as error:
+        if finished := [path.name for path in files if path.exists()]:
+            error.remedy = (
+                f"{error.remedy} Finished runs are kept ({', '.join(finished)}): the same command goes on after "
+                "them; delete them to start over."
+            ).lstrip()
+        raise
+    for path in files:
+        path.unlink(missing_ok=True)
+        _partial(path).unlink(missing_ok=True)
+    return result
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(path.name.removesuffix(".jsonl.gz") + ".partial.jsonl.gz")
+
+
+def _measure_runs(arguments: argparse.Namespace, base: Recording | None, files: list[Path]) -> list[Recording]:
+    """Return runs of a server, restarted between them when a command for it is given; finished ones are read."""
     if arguments.like:
         base = recordings.read(arguments.like)
     runs: list[Recording] = []
-    for number in range(arguments.runs):
+    for number, path in enumerate(files):
+        label = f"run {number + 1}/{arguments.runs} "
+        if path.exists():
+            runs.append(recordings.read(path))
+            progress(arguments.quiet, label)(1, 1, f"kept from before: {path.name}")
+            continue
         if number and arguments.restart_cmd:
-            _restart(arguments.restart_cmd, arguments.base_url)
+            restart.run(arguments.restart_cmd, arguments.base_url)
         with Client(arguments.base_url, arguments.timeout) as client:
             pattern = base or (runs[0] if runs else None)
-            run = measure.like(client, pattern) if pattern else measure.new_recording(client, options=Options())
-            label = f"run {number + 1}/{arguments.runs} "
-            partial = arguments.out.with_name(f"{arguments.out.name}.run{number + 1}.partial.jsonl.gz")
-            with kept(run, partial, only_partial=True):
+            run = (
+                measure.like(client, pattern)
+                if pattern
+                else measure.new_recording(client, options=Options(), source=arguments.prompts)
+            )
+            if runs:
+                # A run kept from before may be of another model: better to know before measuring than after.
+                provenance.check_comparable(runs[0].provenance, run.provenance, vary=arguments.vary)
+            with kept(run, path, partial=_partial(path)):
                 measure.run(client, run, progress=progress(arguments.quiet, label))
         runs.append(run)
         # Two runs within one second would carry the same time stamp, and so the same identity.
         time.sleep(1.0)
     return runs
-
-
-def _restart(command: str, base_url: str) -> None:
-    """Run the user's restart command and wait until the server answers."""
-    done = subprocess.run(command, shell=True, timeout=RESTART_TIMEOUT_S, check=False)
-    if done.returncode:
-        raise EnvironmentFault(f"restart command ended with {done.returncode}: {command}")
-    deadline = time.monotonic() + RESTART_TIMEOUT_S
-    with Client(base_url, 10.0) as client:
-        while True:
-            try:
-                client.health()
-                return
-            except ServerError:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(1.0)
 
 
 def floor_sizes(built: Floor) -> dict[str, tuple[float, float, int]]:
@@ -186,13 +206,16 @@ def selftest(arguments: argparse.Namespace) -> Result:
 
 
 @contextlib.contextmanager
-def kept(target: Recording, path: Path | None, *, only_partial: bool = False) -> Iterator[None]:
-    """Write the recording on the way out, also when measuring stops early: nothing measured is lost."""
+def kept(target: Recording, path: Path | None, *, partial: Path | None = None) -> Iterator[None]:
+    """Write the recording on the way out, also when measuring stops early: nothing measured is lost.
+
+    One that is not complete goes to `partial`, where that is given.
+    """
     try:
         yield
     finally:
-        if path is not None and not (only_partial and target.complete) and (target.complete or target.results):
-            recordings.write(target, path)
+        if path is not None and (target.complete or target.results):
+            recordings.write(target, path if target.complete else partial or path)
 
 
 def progress(quiet: bool, label: str = "") -> measure.Progress:

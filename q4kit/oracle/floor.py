@@ -20,12 +20,14 @@ from q4kit import provenance
 from q4kit.errors import NotComparableError, UsageError
 from q4kit.oracle import align, numbers
 from q4kit.oracle.plan import Item
-from q4kit.oracle.recording import Recording, plan_hash, read_content
+from q4kit.oracle.recording import FLOOR_SCHEMA, Recording, plan_hash, read_content
+from q4kit.oracle.recording import SCHEMA as RECORDING_SCHEMA
 from q4kit.report import write_atomic
 
-SCHEMA = "q4kit.oracle.floor/1"
+SCHEMA = FLOOR_SCHEMA
 MIN_RUNS = 2
 ADVISED_RUNS = 5
+_NEW = "A floor is made of recordings by: logprob_diff.py floor RUN1 RUN2 ... --out FILE."
 
 
 @dataclass(slots=True)
@@ -147,13 +149,17 @@ def write(floor: Floor, path: Path) -> None:
 
 def read(path: Path) -> Floor:
     """Return the floor in a file; a damaged or foreign file raises by name."""
-    content = read_content(path, remedy="Measure the floor again.")
+    content = read_content(path, missing=_NEW, damaged="Measure the floor again.")
     body, _, tail = content.decode("utf-8", errors="replace").rstrip("\n").rpartition("\n")
     try:
         lines = [json.loads(line) for line in body.splitlines()]
         header = lines[0]
+        if header["schema"] == RECORDING_SCHEMA:
+            raise UsageError(f"{path}: a single recording, expected a floor", remedy=_NEW)
         if header["schema"] != SCHEMA:
-            raise UsageError(f"{path}: schema {header['schema']!r}, expected {SCHEMA!r}")
+            raise UsageError(
+                f"{path}: schema {header['schema']!r}, expected {SCHEMA!r}", remedy="Measure the floor again."
+            )
         if json.loads(tail)["sha256"] != hashlib.sha256((body + "\n").encode()).hexdigest():
             raise NotComparableError(f"{path}: content does not match its hash", remedy="Measure the floor again.")
         items = [
@@ -166,7 +172,7 @@ def read(path: Path) -> Floor:
         ]
         return Floor(header["plan"], header["provenance"], header["runs"], items)
     except (ValueError, KeyError, IndexError, TypeError) as error:
-        raise UsageError(f"{path}: not a floor file ({error!r})") from error
+        raise UsageError(f"{path}: not a floor file ({error!r})", remedy=_NEW) from error
 
 
 def check_applies(floor: Floor, reference: Recording, *, vary: Iterable[str] = ()) -> list[provenance.Difference]:

@@ -7,6 +7,7 @@ positions is checked, alternatives are not kept, and the decode leg is left out.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import Any
 
 from q4kit import provenance
 from q4kit.errors import NotComparableError, Q4Error, ServerError, UsageError
-from q4kit.oracle import promptset
+from q4kit.oracle import fit, promptset
 from q4kit.oracle.plan import Item, Options, clip, make_plan
 from q4kit.oracle.recording import ItemResult, Position, Recording
 from q4kit.server.client import GREEDY, Client
@@ -27,6 +28,9 @@ BACKENDS = ("sglang", "openai")
 
 ROUNDING = 1e-3
 """How far above 0 a log-probability may lie through rounding, nats."""
+
+
+_SHORTER = "record another reference that fits both servers (record --prompts ids, or --max-prompt-tokens)"
 
 
 def _silent(done: int, total: int, name: str) -> None:
@@ -47,7 +51,11 @@ def new_recording(
     backend: str = "sglang",
     tool: str = "logprob_diff",
 ) -> Recording:
-    """Return an empty recording of the prompt set: ids made by the server's tokenizer, plan checked."""
+    """Return an empty recording of the prompt set: ids made by the server's tokenizer, plan checked.
+
+    Raises:
+        UsageError: the options cannot be recorded, or a request does not fit into the server's context.
+    """
     if backend not in BACKENDS:
         raise UsageError(f"unknown backend {backend!r}", remedy=f"Use one of {', '.join(BACKENDS)}.")
     options.check()
@@ -62,7 +70,9 @@ def new_recording(
         prompt.name: clip(list(prompt.ids) if prompt.ids else client.tokenize(prompt.text or ""), options)
         for prompt in chosen.prompts
     }
-    make_plan(prompts, options)
+    items = make_plan(prompts, options)
+    info = server_limits(client, backend)
+    fit.check(info, items, fit.remedies(info, prompts, _fixed_ids(folder), options))
     return Recording(
         {
             "backend": backend,
@@ -78,13 +88,33 @@ def new_recording(
 
 
 def like(client: Client, reference: Recording, *, tool: str = "logprob_diff") -> Recording:
-    """Return an empty recording of another server over the reference's ids; another tokenizer raises."""
+    """Return an empty recording of another server over the reference's ids.
+
+    Raises:
+        NotComparableError: another tokenizer.
+        UsageError: a request does not fit into the server's context.
+    """
     block = provenance.collect(client, tool=tool)
     header = {**reference.header, "provenance": block, "tokenizer": tokenizer_fingerprint(client)}
     check_tokenizer(reference.header["tokenizer"], header["tokenizer"])
     # The reference's own items, not a new plan: a later version of the planner must not make them differ.
     items = [result.item for result in reference.results]
+    fit.check(server_limits(client, header["backend"]), items, [_SHORTER])
     return Recording(header, reference.prompts, complete=False, reason="not started", plan=items)
+
+
+def server_limits(client: Client, backend: str) -> dict[str, Any]:
+    """Return /server_info; nothing from a server that has only the OpenAI route."""
+    with contextlib.suppress(*([ServerError] if backend == "openai" else [])):
+        return client.server_info()
+    return {}
+
+
+def _fixed_ids(folder: Path) -> dict[str, list[int]]:
+    """Return the prompts of `--prompts ids`; none where the folder has none that can be used."""
+    with contextlib.suppress(Q4Error):
+        return {prompt.name: list(prompt.ids or ()) for prompt in promptset.load("ids", folder).prompts}
+    return {}
 
 
 def check_tokenizer(reference: str, candidate: str) -> None:

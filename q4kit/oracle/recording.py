@@ -11,6 +11,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -24,6 +25,9 @@ from q4kit.oracle.promptset import ids_fingerprint
 from q4kit.report import write_atomic
 
 SCHEMA = "q4kit.oracle.recording/1"
+FLOOR_SCHEMA = "q4kit.oracle.floor/1"
+"""Known here too, so that a floor given in place of a recording is called one."""
+_NEW = "A recording is made by: logprob_diff.py record --base-url URL --out FILE."
 
 
 @dataclass(slots=True)
@@ -134,25 +138,34 @@ def write(recording: Recording, path: Path) -> None:
     write_atomic(path, gzip.compress(content, 9, mtime=0) if path.suffix == ".gz" else content)
 
 
-def read_content(path: Path, *, remedy: str) -> bytes:
-    """Return a plain or gzip file's content; `remedy` goes with the error for a damaged one."""
+def read_content(path: Path, *, missing: str, damaged: str) -> bytes:
+    """Return a plain or gzip file's content; `missing` and `damaged` are the remedies for such a file.
+
+    Raises:
+        UsageError: no such file, or one that cannot be read.
+        NotComparableError: damaged.
+    """
     try:
         raw = path.read_bytes()
         return gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
     except FileNotFoundError as error:
-        raise UsageError(f"{path}: no such file") from error
-    except (OSError, EOFError) as error:
-        raise NotComparableError(f"{path}: damaged ({error})", remedy=remedy) from error
+        raise UsageError(f"{path}: no such file", remedy=f"Is the path right? {missing}") from error
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise NotComparableError(f"{path}: damaged ({error})", remedy=damaged) from error
+    except OSError as error:
+        raise UsageError(
+            f"{path}: cannot be read ({error.strerror})", remedy=f"Is the path right? {missing}"
+        ) from error
 
 
 def read(path: Path) -> Recording:
     """Return the recording in a file.
 
     Raises:
-        UsageError: no such file, or not a recording.
+        UsageError: no such file, or not a recording (a floor is called one).
         NotComparableError: truncated, damaged or not finite; the message names line and field.
     """
-    content = read_content(path, remedy="Record it again.")
+    content = read_content(path, missing=_NEW, damaged="Record it again.")
     return decode(content, str(path))
 
 
@@ -163,7 +176,12 @@ def decode(content: bytes, name: str) -> Recording:
         header = json.loads(lines[0])
         schema = header.pop("schema")
     except (IndexError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise UsageError(f"{name}: not an oracle recording (no schema in the first line)") from error
+        raise UsageError(f"{name}: not an oracle recording (no schema in the first line)", remedy=_NEW) from error
+    if schema == FLOOR_SCHEMA:
+        raise UsageError(
+            f"{name}: a floor, expected a recording",
+            remedy="A floor is given to compare, after --floor; in this place name the file of a single recording.",
+        )
     if schema != SCHEMA:
         raise UsageError(f"{name}: schema {schema!r}, expected {SCHEMA!r}", remedy="Record it again.")
     number = header.pop("number")

@@ -50,6 +50,8 @@ class FakeServer:
         self.fail_after: int | None = None
         self.token_shift = 0
         self.base_url = ""
+        self.limits: dict[str, int] = {}
+        """What /server_info says of the room for a request; such a request is refused, as by SGLang."""
 
     def tokenize(self, text: str) -> list[int]:
         return [(byte + self.token_shift) % 256 for byte in text.encode()]
@@ -110,7 +112,7 @@ def _handler(state: FakeServer) -> type[BaseHTTPRequestHandler]:
         def do_GET(self) -> None:
             routes: dict[str, Any] = {
                 "/health": "",
-                "/server_info": {"version": "0.5.23", "device": "cpu", "model_path": "fake"},
+                "/server_info": {"version": "0.5.23", "device": "cpu", "model_path": "fake", **state.limits},
                 "/model_info": {"model_path": "fake"},
                 "/v1/models": {"data": [{"id": "fake"}]},
             }
@@ -127,6 +129,10 @@ def _handler(state: FakeServer) -> type[BaseHTTPRequestHandler]:
             elif path == "/generate":
                 if state.fail_after is not None and len(state.requests) >= state.fail_after:
                     self.close_connection = True
+                    return
+                tokens = len(payload["input_ids"]) + payload["sampling_params"]["max_new_tokens"]
+                if tokens > state.limits.get("context_length", tokens):
+                    self._send("longer than the model's context length", 400)
                     return
                 self._send(state.generate(payload))
             elif path == "/v1/completions":
