@@ -48,9 +48,13 @@ def check(command: str) -> None:
     word = program(command)
     if word is None:
         return
-    # The shell itself is asked: it knows its own commands (cd, exit) beside PATH and the executable bit of a path.
-    found = subprocess.run([_SHELL, "-c", 'command -v -- "$1"', _SHELL, word], capture_output=True, check=False)
-    if found.returncode:
+    if "/" in word:
+        found = os.path.isfile(word) and os.access(word, os.X_OK)  # dash's command -v does not ask for the bit
+    else:
+        # The shell itself is asked: it knows its own commands (cd, exit) beside PATH.
+        asked = subprocess.run([_SHELL, "-c", 'command -v -- "$1"', _SHELL, word], capture_output=True, check=False)
+        found = asked.returncode == 0
+    if not found:
         kind = "not executable" if os.path.isfile(word) else "not found"
         remedy = f"chmod +x {shlex.quote(word)}" if os.path.isfile(word) else f"Name a command that exists: {_WHAT}"
         raise UsageError(f"--restart-cmd {command!r}: {word} is {kind}", remedy=f"{remedy}.")
