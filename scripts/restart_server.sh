@@ -71,6 +71,7 @@ run_dir=${run_dir:-$ROOT/.cache/serve/$profile}
 stop "$run_dir"
 mkdir -p "$run_dir"
 out=$run_dir/serve.out
+: >"$out" # the last server's "ready:" must be gone before anybody looks
 # Detached: neither a closed terminal nor its Ctrl-C ends the server, and no pipe of ours is held open.
 nohup setsid "$ROOT/scripts/serve.sh" "$@" >"$out" 2>&1 </dev/null &
 server=$!
