@@ -59,6 +59,8 @@ _SETTINGS = {
 def environment(extra: Mapping[str, str] | None = None, *, ceiling: Path | None = None) -> dict[str, str]:
     """Return the environment for git: no inherited GIT_*, no user or system configuration, English messages.
 
+    What only looks takes no lock (GIT_OPTIONAL_LOCKS), so that a killed `status` leaves none behind.
+
     ``ceiling`` stops the search for a repository at that folder, so that one around it is never found.
     """
     env = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
@@ -68,6 +70,7 @@ def environment(extra: Mapping[str, str] | None = None, *, ceiling: Path | None 
         "GIT_ATTR_NOSYSTEM": "1",
         "GIT_TERMINAL_PROMPT": "0",
         "GIT_LITERAL_PATHSPECS": "1",
+        "GIT_OPTIONAL_LOCKS": "0",
         "GIT_COMMITTER_NAME": MAINTAINER,
         "GIT_COMMITTER_EMAIL": MAINTAINER_EMAIL,
         "LC_ALL": "C",

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from q4kit.errors import EnvironmentFault, UsageError
-from q4kit.series import git, journal, manifest, state
+from q4kit.series import git, git_locks, journal, manifest, state
 from q4kit.series.base import wrong_base
 from q4kit.series.manifest import Series
 from q4kit.series.state import SeriesStatus
@@ -53,7 +55,7 @@ def revert(path: Path | str, *, series: Series | None = None, progress: Progress
 def _move(target: WorkTree, series: Series, to: int, op: str, progress: Progress) -> Change:
     series.patches  # noqa: B018  a damaged patch file is refused before anything else
     with journal.lock(target) as fd:
-        mended = _mend(target, progress)
+        mended = _mend(target, fd, progress)
         found = state.status(target, series=series)
         if found.state not in ("clean", "applied"):
             raise _refusal(target, series, found)
@@ -74,7 +76,7 @@ def _move(target: WorkTree, series: Series, to: int, op: str, progress: Progress
             else:
                 _am(target, series, found.prefix, to, fd, progress)
         except BaseException:
-            _restore(target, head, series.touched)
+            _restore(target, head, series.touched, fd)
             raise
         for path in series.touched:
             drop_bytecode(target.file(path))
@@ -128,28 +130,23 @@ def _changed_files(target: WorkTree, commit: str) -> list[str]:
     return [p for p in listing.stdout.decode().split("\0") if p]
 
 
-def _mend(target: WorkTree, progress: Progress) -> bool:
+def _mend(target: WorkTree, fd: int, progress: Progress) -> bool:
     marker = journal.read_marker(target)
     if marker is None:
         return False
     progress(f"mending an interrupted {marker['op']}: back to {marker['head'][:12]}")
-    _restore(target, marker["head"], marker["files"])
+    _restore(target, marker["head"], marker["files"], fd)
     return True
 
 
-def _restore(target: WorkTree, head: str, touched: Sequence[str]) -> None:
+def _restore(target: WorkTree, head: str, touched: Sequence[str], fd: int) -> None:
     """Bring HEAD, index and the touched files back to ``head``. They were clean there, so nothing is lost."""
-    root, folder = target.root, journal.git_dir(target)
-    # We hold the lock that every git child of an apply inherits: lock files here have no living owner.
-    branch = git.run(["symbolic-ref", "-q", "HEAD"], root, check=False).stdout.decode().strip()
-    common = Path(git.out(["rev-parse", "--path-format=absolute", "--git-common-dir"], root))
-    for stale in [
-        *(folder / f"{name}.lock" for name in ("index", "HEAD", "ORIG_HEAD")),
-        *([common / f"{branch}.lock"] if branch else []),
-    ]:
-        stale.unlink(missing_ok=True)
-    if (folder / "rebase-apply").exists() and git.run(["am", "--quit"], root, check=False).returncode != 0:
-        shutil.rmtree(folder / "rebase-apply")
+    root, folder, marker = target.root, journal.git_dir(target), journal.marker_path(target)
+    # We hold the lock ``fd`` that every git child which writes inherits: lock files here have no living owner.
+    git_locks.remove_stale(root, folder, marker.stat().st_mtime)
+    applying = folder / "rebase-apply"
+    if applying.exists() and git.run(["am", "--quit"], root, check=False, pass_fds=[fd]).returncode != 0:
+        shutil.rmtree(applying)
     now = git.out(["rev-parse", "HEAD"], root)
     related = any(
         git.run(["merge-base", "--is-ancestor", a, b], root, check=False).returncode == 0
@@ -158,17 +155,21 @@ def _restore(target: WorkTree, head: str, touched: Sequence[str]) -> None:
     if not related:
         raise UsageError(
             f"{root}: HEAD moved to {now[:12]} after an interrupted apply that began at {head[:12]}",
-            remedy=f"check out what you want to keep, then remove {journal.marker_path(target)}",
+            remedy=f"check out what you want to keep, then remove {marker}",
         )
-    git.run(["update-ref", "-m", "q4head series: restore", "HEAD", head], root)
-    git.run(["reset", "-q", head, "--", *touched], root)
+    git.run(["update-ref", "-m", "q4head series: restore", "HEAD", head], root, pass_fds=[fd])
+    git.run(["reset", "-q", head, "--", *touched], root, pass_fds=[fd])
     kept = set(git.entries(root, head, list(touched)))
     for path in touched:
+        file = target.file(path)
+        drop_bytecode(file)
         if path not in kept:
-            target.file(path).unlink(missing_ok=True)
+            file.unlink(missing_ok=True)
+            with suppress(OSError):  # not empty, or already gone
+                os.removedirs(file.parent)
     if kept:
-        git.run(["checkout-index", "-q", "-f", "--", *sorted(kept)], root)
-    journal.marker_path(target).unlink(missing_ok=True)
+        git.run(["checkout-index", "-q", "-f", "--", *sorted(kept)], root, pass_fds=[fd])
+    marker.unlink()
 
 
 def _stash(target: WorkTree, paths: Sequence[str]) -> str:

@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -17,7 +18,7 @@ import pytest
 from series_world import PACKAGE, World, commit, edit
 
 from q4kit.errors import EnvironmentFault, Q4Error, UsageError
-from q4kit.series import base, git, journal, manifest, state, worktree
+from q4kit.series import base, git, git_locks, journal, manifest, state, worktree
 from q4kit.series.targets import work_tree
 
 
@@ -192,6 +193,123 @@ def test_interrupted_am_is_named_and_mended_by_apply_and_by_revert(world: World)
         assert result.mended
         assert not (tree / ".git" / "rebase-apply").exists()
         assert git.out(["status", "--porcelain"], tree) == ""
+
+
+def interrupt(world: World, tree: Path) -> str:
+    """Leave ``tree`` as an apply killed after its second patch does; return the commit before it."""
+    pin = head(tree)
+    worktree.apply(tree, series=world.series, to=2)
+    note = {"op": "apply", "head": pin, "files": world.series.touched}
+    journal.write_json(journal.marker_path(work_tree(tree)), note)
+    return pin
+
+
+LOCKS = ("index", "HEAD", "ORIG_HEAD", "REBASE_HEAD", "CHERRY_PICK_HEAD", "refs/heads/base", "packed-refs")
+
+
+@pytest.mark.parametrize("mend", ["apply", "revert"])
+@pytest.mark.parametrize("name", LOCKS)
+def test_every_lock_of_a_killed_git_is_removed(
+    world: World, monkeypatch: pytest.MonkeyPatch, name: str, mend: str
+) -> None:
+    monkeypatch.setattr(git_locks, "SETTLE_S", 0.1)
+    tree = world.tree("t")
+    pin = interrupt(world, tree)
+    assert git.out(["symbolic-ref", "HEAD"], tree) == "refs/heads/base"
+    (tree / ".git" / f"{name}.lock").write_text("")
+    result = getattr(worktree, mend)(tree, series=world.series)
+    assert result.mended
+    assert not list((tree / ".git").rglob("*.lock"))
+    found = state.status(tree, series=world.series)
+    assert (found.state, found.prefix) == (("applied", world.series.length) if mend == "apply" else ("clean", 0))
+    assert (head(tree) == pin) == (mend == "revert")
+
+
+def test_locks_of_a_linked_work_tree_are_removed_and_those_of_the_other_left(world: World) -> None:
+    linked = world.root / "linked"
+    git.run(["worktree", "add", "-q", "-b", "side/way", linked, "HEAD"], world.base)
+    interrupt(world, linked)
+    common, own = world.base / ".git", journal.git_dir(work_tree(linked))
+    gone = [own / "index.lock", own / "REBASE_HEAD.lock", common / "refs/heads/side/way.lock"]
+    kept = [common / "index.lock", common / "REBASE_HEAD.lock", common / "refs/heads/other.lock"]
+    for path in [*gone, *kept]:
+        path.write_text("")
+    assert worktree.revert(linked, series=world.series).mended
+    assert [path for path in [*gone, *kept] if path.exists()] == kept
+
+
+def test_leftover_folders_and_compiled_files_are_removed(world: World) -> None:
+    tree = world.tree("t")
+    interrupt(world, tree)
+    compiled = tree / "python" / PACKAGE / "__pycache__" / "alpha.cpython-311.pyc"
+    compiled.parent.mkdir(exist_ok=True)
+    compiled.write_text("")
+    assert worktree.revert(tree, series=world.series).mended
+    assert not compiled.exists()
+    assert not (tree / "python" / PACKAGE / "extra").exists()
+
+
+@pytest.mark.parametrize("how", ["replaced", "growing"])
+def test_a_packed_refs_lock_with_a_living_owner_is_left_alone(
+    world: World, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Another git in another work tree: it takes the lock anew, or it is still writing, while we watch."""
+    monkeypatch.setattr(git_locks, "SETTLE_S", 1.0)
+    tree = world.tree("t")
+    pin = interrupt(world, tree)
+    lock, written = (tree / ".git" / f"packed-refs.{end}" for end in ("lock", "new"))
+    lock.write_text("")
+    written.write_text("")
+
+    def live() -> None:
+        if how == "growing":
+            written.write_text("# pack-refs")
+        else:
+            another = lock.with_name("another")  # made before the old one goes: never of the same inode
+            another.write_text("")
+            another.rename(lock)
+
+    owner = threading.Timer(0.5, live)
+    owner.start()
+    assert worktree.revert(tree, series=world.series).mended
+    owner.join()
+    assert head(tree) == pin
+    assert lock.exists()
+
+
+def test_a_packed_refs_lock_released_during_the_wait_is_no_error(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(git_locks, "SETTLE_S", 1.0)
+    tree = world.tree("t")
+    interrupt(world, tree)
+    lock = tree / ".git" / "packed-refs.lock"
+    lock.write_text("")
+    owner = threading.Timer(0.5, lock.unlink)
+    owner.start()
+    assert worktree.apply(tree, series=world.series).mended
+    owner.join()
+    assert state.status(tree, series=world.series).prefix == world.series.length
+
+
+def test_a_packed_refs_lock_from_before_the_interrupted_apply_is_left_alone(world: World) -> None:
+    tree = world.tree("t")
+    interrupt(world, tree)
+    lock = tree / ".git" / "packed-refs.lock"
+    lock.write_text("")
+    began = journal.marker_path(work_tree(tree)).stat().st_mtime
+    os.utime(lock, (began - 1, began - 1))
+    assert worktree.revert(tree, series=world.series).mended
+    assert lock.exists()
+
+
+def test_looking_takes_no_lock(world: World) -> None:
+    """A status killed at any moment leaves nothing: it has no marker that would make anybody mend."""
+    tree = world.tree("t")
+    path = tree / "python" / PACKAGE / "alpha.py"
+    os.utime(path, (1, 1))  # a git that may would refresh the index now
+    index = (tree / ".git" / "index").read_bytes()
+    assert state.status(tree, series=world.series).state == "clean"
+    assert state.dirty_files(work_tree(tree), [f"python/{PACKAGE}/alpha.py"]) == []
+    assert (tree / ".git" / "index").read_bytes() == index
 
 
 APPLY = """
