@@ -18,6 +18,7 @@ from q4kit.errors import Q4Error, UsageError
 from q4kit.gate import faults
 from q4kit.report import write_atomic, write_json
 from q4kit.series import load
+from q4kit.server import model_folder
 
 
 def progress(line: str) -> None:
@@ -45,8 +46,7 @@ def main(argv: list[str] | None = None) -> int:
             raise UsageError(
                 f"no fault {', '.join(sorted(unknown))}", remedy="one of " + ", ".join(fault.name for fault in listed)
             )
-        if not (args.model / "config.json").is_file():
-            raise UsageError(f"{args.model} holds no config.json", remedy="make one with tools/make_tiny_model.py")
+        model_folder.check(args.model)
         chosen = [fault for fault in listed if not args.only or fault.name in args.only]
         bench = faults.Bench(
             args.out.resolve(), args.model.resolve(), load(), args.python, progress, floor_runs=args.floor_runs

@@ -19,6 +19,7 @@ from q4kit.gate.run import Gate, Progress
 from q4kit.gate.store import Store, planted_hash, settings, tree_id
 from q4kit.report import Report, write_atomic, write_json
 from q4kit.series import Series
+from q4kit.server import model_folder
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ def run(
 ) -> Result:
     """Measure what `folder` does not hold yet, judge all of it, and write `table.md` and `table.json` there."""
     began = time.monotonic()
-    _check_model(config.model)
+    model_folder.check(config.model)
     if config.free_gib is not None and config.device != "cuda":
         raise UsageError("--ballast-free-gib needs --device cuda", remedy="leave it out: a CPU has no GPU memory")
     if config.jobs < 1:
@@ -80,18 +81,6 @@ def run(
             write_atomic(store.folder / "table.md", result.report.markdown().encode())
             write_json(store.folder / "table.json", result.report.to_json())
     return result
-
-
-def _check_model(folder: Path) -> None:
-    if not folder.exists():
-        problem = f"{folder}: no such folder"
-    elif not folder.is_dir():
-        problem = f"{folder} is a file, expected a checkpoint folder"
-    elif not (folder / "config.json").is_file():
-        problem = f"{folder} holds no config.json"
-    else:
-        return
-    raise UsageError(problem, remedy="name a checkpoint folder; tools/make_tiny_model.py makes a small one")
 
 
 def _ballasts(stack: contextlib.ExitStack, config: Config, free_gib: float) -> str:

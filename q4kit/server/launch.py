@@ -22,7 +22,7 @@ from typing import Literal, Self
 import requests
 
 from q4kit.errors import ServerError, UsageError
-from q4kit.server import processes
+from q4kit.server import model_folder, processes
 from q4kit.server.client import authorization
 
 Device = Literal["cpu", "cuda"]
@@ -226,10 +226,7 @@ def plan(
     Raises UsageError for a checkpoint without a readable config.json and a tree without an sglang package.
     """
     model = Path(model_path)
-    if not (model / "config.json").is_file():
-        raise UsageError(
-            f"{model} holds no config.json", remedy="give a checkpoint folder, see tools/make_tiny_model.py"
-        )
+    model_folder.check(model)
     if pythonpath is not None and not (Path(pythonpath) / "sglang").is_dir():
         raise UsageError(f"{pythonpath} holds no sglang package", remedy="give the folder above it (<tree>/python)")
     environment, flags = _environment(model, python, device, pythonpath, extra_args, env or {})

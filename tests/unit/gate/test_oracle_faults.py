@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from q4kit.oracle import floor as floors
 from q4kit.oracle import judge
 from q4kit.oracle import recording as recordings
 
+TOOL = Path(__file__).resolve().parents[3] / "tools" / "oracle_faults.py"
 FLOOR = floors.build([recording(0), recording(9)])
 
 
@@ -172,3 +174,12 @@ def test_a_folder_of_somebody_else_is_left_alone(bench: faults.Bench) -> None:
     (theirs / "mine").write_text("x")
     faults.find(bench, [FAULT])
     assert (theirs / "mine").read_text() == "x"
+
+
+def test_a_model_that_is_none_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [str(tmp_path / "out"), "--model", str(tmp_path / "nowhere")]
+    assert runpy.run_path(str(TOOL))["main"](arguments) == 2
+    error = capsys.readouterr().err
+    assert f"{tmp_path / 'nowhere'}: no such folder" in error
+    assert "remedy: name a checkpoint folder" in error
+    assert not (tmp_path / "out").exists()

@@ -351,6 +351,9 @@ def test_wrong_arguments_are_refused_before_anything_starts(start: Any, tmp_path
     (model / "config.json").unlink()
     with pytest.raises(UsageError, match=r"holds no config\.json"):
         start("serve")
+    model.rmdir()
+    with pytest.raises(UsageError, match="no such folder"):
+        start("serve")
     assert not (tmp_path / "state").exists()
 
 
