@@ -5,14 +5,12 @@ Nothing here imports sglang before it is called: on the stock pin a test must fa
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import importlib
 import json
 import os
 import struct
-import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -185,35 +183,3 @@ def read(reader: Any, ids: Sequence[int] | np.ndarray) -> np.ndarray:
     out = np.full((len(wanted), reader.source.row_bytes), 0xA5, dtype=np.uint8)
     reader.read_rows(wanted, out)
     return out
-
-
-@contextlib.contextmanager
-def failing_disk(folder: Path, size_mb: int = 48) -> Iterator[tuple[Path, Callable[[], None]]]:
-    """A mounted ext4 on a loop device, and a function that makes all its data unreadable (EIO from the block layer).
-
-    The backing file is cut to its metadata: reads beyond its end fail in the loop driver as on a broken drive.
-    Raises OSError or CalledProcessError where loop devices cannot be used.
-    """
-    backing, mount = folder / "disk.img", folder / "mnt"
-    mount.mkdir()
-    with open(backing, "wb") as f:
-        f.truncate(size_mb << 20)
-
-    def run(*command: str) -> str:
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
-
-    run("mkfs.ext4", "-q", "-O", "^has_journal", str(backing))
-    device = run("losetup", "--find", "--show", str(backing))
-    try:
-        run("mount", "-o", "noatime", device, str(mount))
-        try:
-
-            def fail() -> None:
-                os.sync()
-                os.truncate(backing, 0)
-
-            yield mount, fail
-        finally:
-            run("umount", "-l", str(mount))
-    finally:
-        run("losetup", "-d", device)

@@ -17,12 +17,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import ple_rows_kit as kit
 import pytest
+from dying_disk import NoDiskError, mounted
 
 pytestmark = pytest.mark.red_on_stock
 
@@ -150,25 +152,22 @@ def test_changed_between_source_and_reader(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", READERS)
 def test_media_error(tmp_path: Path, name: str) -> None:
     """A disk that stops answering: EIO from the block layer (SIGBUS in a mapping), the process lives on."""
-    disk = kit.failing_disk(tmp_path)
-    try:
-        mount, fail = disk.__enter__()
-    except (OSError, subprocess.CalledProcessError) as e:
-        pytest.skip(f"no loop devices here: {e}: {getattr(e, 'stderr', None) or 'root is needed'}")
-    try:
-        table, data, source = table_in(mount)
+    with ExitStack() as stack:
+        try:
+            disk = stack.enter_context(mounted(tmp_path))
+        except NoDiskError as e:
+            pytest.skip(f"no disk that can die: {e}")
+        table, data, source = table_in(disk.mount)
         with kit.READERS[name](source) as reader:
             ids = np.arange(0, ROWS, 7)
             assert (kit.read(reader, ids) == table[ids]).all()
-            fail()
+            disk.lose(data, 0)
             kit.drop_cache(reader)
             for count in (16, len(ids)):
                 error = failure(reader, ids[:count])
                 assert error.errno == errno.EIO
                 assert error.filename == str(data)
                 assert 0 <= error.offset < ROWS * ROW_BYTES
-    finally:
-        disk.__exit__(None, None, None)
 
 
 def test_error_survives_pickling() -> None:

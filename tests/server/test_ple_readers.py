@@ -22,7 +22,6 @@ from pathlib import Path
 import no_io_uring
 import numpy as np
 import pytest
-from dying_disk import DyingDisk, NoDiskError, mounted
 from safetensors import safe_open
 from serving import ROOT, Launcher, cached_model
 from test_ple_nvme import CHUNK, EOS, FLAGS, NVME, Answer, ask, patched, payload, tokens
@@ -30,6 +29,7 @@ from test_ple_nvme import CHUNK, EOS, FLAGS, NVME, Answer, ask, patched, payload
 from q4kit.errors import ServerError
 from q4kit.server.client import Client
 from q4kit.tinymodel import PRESETS
+from tests.patches.dying_disk import DyingDisk, NoDiskError, mounted
 
 __all__ = ["patched"]  # a fixture
 
