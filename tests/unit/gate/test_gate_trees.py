@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +17,7 @@ from q4kit.errors import UsageError
 from q4kit.gate import trees
 from q4kit.gate.plan import Plant
 from q4kit.gate.store import Store
+from q4kit.series import git
 
 FILE = "python/sglang/a.py"
 PLANT = f"""\
@@ -152,6 +155,10 @@ def test_a_second_tree_shares_the_files_of_the_first_and_moves_by_itself(
     second = opened(tmp_path / "out" / "tree-2", like=first)
     for name in (FILE, compiled):
         assert (second / name).samefile(first / name)
+    time.sleep(1.1)  # git looks at whole seconds of ctime
+    os.link(first / FILE, tmp_path / "third")  # a third tree, moved: git replaces its name of the file
+    (tmp_path / "third").unlink()
+    assert git.out(["diff-files", "--name-only"], second) == ""  # what `git am` holds against the index
     with trees.at_prefix(second, series_package.load(), 2, plant(tmp_path)) as path:
         assert path == second / "python"
         assert "return x\n" in (second / FILE).read_text()
