@@ -261,7 +261,7 @@ def table(results: dict[str, dict[str, Any]], cells: tuple[Cell, ...]) -> str:
         head = f"| {cell.name} | {cell.tree} | {cell.budget} | {cell.graph} | {cell.ple} |"
         if "error" in result:
             lines.append(f"{head} {result['error']} |" + " |" * (len(COLUMNS) - 6))
-        elif "runs" in result:
+        elif "runs" in result or "samples" in result:
             lines.append(f"{head} served | " + " | ".join(figures(cell, result, results)) + " |")
     return "\n".join(lines) + "\n"
 
@@ -269,14 +269,16 @@ def table(results: dict[str, dict[str, Any]], cells: tuple[Cell, ...]) -> str:
 def figures(cell: Cell, result: dict[str, Any], results: dict[str, dict[str, Any]]) -> list[str]:
     """Return the figures of a cell that served, one a column after "outcome"."""
     reference, twin, base = (results.get(name, {}) for name in ("reference", cell.twin, BASE))
-    floor = worst(result["runs"][0], result["runs"][1])[0]
-    row = ["-", "-", f"{floor:.3g}", "-", "-"]
-    if "runs" in reference:
+    row = ["-"] * 5
+    if "runs" in result:
+        floor = worst(result["runs"][0], result["runs"][1])[0]
+        row[2] = f"{floor:.3g}"
+    if "runs" in reference and "runs" in result:
         largest, mean, _ = worst(reference["runs"][0], result["runs"][0])
         same = common_prefix(reference["long"]["ids"], result["long"]["ids"])
         pair = all(r["ids"] == c["ids"] for r, c in zip(reference["pair"], result["pair"], strict=True))
         row = [f"{largest:.3g}", f"{mean:.3g}", f"{floor:.3g}", f"{same}/{DECODE_TOKENS}", str(pair)]
-    if "runs" in twin:
+    if "runs" in twin and "runs" in result:
         found = bits.compare((twin["runs"][0], twin["runs"][1]), (result["runs"][0], result["runs"][1]))
         row.append(f"{found['differ']}/{found['compared']} ({found['unrepeated']} not repeated)")
     else:
@@ -290,7 +292,7 @@ def figures(cell: Cell, result: dict[str, Any], results: dict[str, dict[str, Any
     row.append(f"{ratio['median']:.3f} ({ratio['min']:.3f}..{ratio['max']:.3f})" if ratio else "-")
     pcie = result.get("pcie_rx_bytes_s")
     row.append(f"{pcie / result['decode_tok_s'] / 1e6:.2f}" if pcie else "-")
-    row.append(f"{result['rss_gib']:.1f}")
+    row.append(f"{result['rss_gib']:.1f}" if "rss_gib" in result else "-")
     update = result.get("update")
     row.append(f"{worst(result['runs'][0], update['run'])[0]:.3g}" if update else "-")
     if "other" in result and "other" in twin:
@@ -368,7 +370,11 @@ class Run:
         result = self.results[cell.name]
         if "error" in result:
             return cell.expect != "fails"
-        return "runs" not in result or self.rounds_left(cell) > 0
+        return self.unasked(cell) or self.rounds_left(cell) > 0
+
+    def unasked(self, cell: Cell) -> bool:
+        """Return whether a cell lacks the answers that this run is to get."""
+        return not (self.args.timings_only and cell.expect != "fails") and "runs" not in self.results[cell.name]
 
     # --- the stages ---
 
@@ -427,7 +433,7 @@ class Run:
             rounds = max(map(self.rounds_left, wave))
             for seat in taken:
                 seat.record = records.without_error(self.results[seat.cell.name])
-                seat.asked = "runs" in seat.record
+                seat.asked = not self.unasked(seat.cell)
                 if seat.cell.name != BASE:
                     seat.rounds = self.rounds_left(seat.cell)
             run(
@@ -447,13 +453,15 @@ class Run:
                 if cell.expect != "fails":
                     bad.append(f"{cell.name}: {result['error']}")
                 continue
-            if "runs" not in result:
+            if self.unasked(cell):
                 unknown.append(f"{cell.name}: no answers")
                 continue
             if cell.expect == "fails":
                 bad.append(f"{cell.name}: stock was expected to fail and served")
             if left := self.rounds_left(cell):
                 unknown.append(f"{cell.name}: {left} of {self.args.rounds} rounds missing")
+            if "runs" not in result:
+                continue
             if fault := update_fault(result):
                 bad.append(f"{cell.name}: {fault}")
             if not self.args.repeatable or not cell.held_to_twin:
@@ -489,7 +497,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--all-gb", type=int, default=1000)
     parser.add_argument("--only", nargs="*", help="names of cells")
     parser.add_argument("--jobs", type=int, default=6, help="servers that boot at once; timing takes 2 at least")
-    parser.add_argument("--answers-only", action="store_true", help="no decode speed and PCIe traffic")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--answers-only", action="store_true", help="no decode speed and PCIe traffic")
+    what.add_argument("--timings-only", action="store_true", help="nothing else")
     parser.add_argument("--rounds", type=int, default=5, help="turns of timing for each server")
     parser.add_argument("--decode-tokens", type=int, default=100, help="counted decode steps of one turn")
     parser.add_argument("--warmup-tokens", type=int, default=20, help="decode steps before them")

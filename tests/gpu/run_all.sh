@@ -118,7 +118,7 @@ options_of() {
     # Servers whose bits are compared are slower, so speeds are steps of their own.
     matrix_tiny) echo --half-gb 1 --all-gb 1 --answers-only --repeatable ;; # 1, the smallest budget, takes every weight
     matrix_mid) echo --half-gb 2 --answers-only --repeatable ;;             # 4.5 GiB of routed experts
-    matrix_speed) echo --half-gb 2 --only full-pinned half-full-pinned half-full-in-place all-full-pinned paged-experts nvme-full ;;
+    matrix_speed) echo --half-gb 2 --timings-only --only full-pinned half-full-pinned half-full-in-place all-full-pinned paged-experts nvme-full ;;
     ple_nvme_bits) echo --answers-only --repeatable ;;
     ple_nvme_mtp) echo --mtp --answers-only --repeatable --hash-rows 0 ;;
     ple_nvme_speed) echo --timings-only --hash-rows 0 ;;

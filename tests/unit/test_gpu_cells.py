@@ -249,6 +249,22 @@ def test_a_matrix_with_answers_is_timed_later_and_then_done(stand: Stand, capsys
     capsys.readouterr()
 
 
+def test_a_matrix_can_be_timed_alone_and_asked_later(stand: Stand, capsys: pytest.CaptureFixture[str]) -> None:
+    assert stand.run("--timings-only") == 0
+    assert (stand.asked, len(stand.turns)) == ([], 6)
+    row = "| served | - | - | - | - | - | - | 1000.0 | 1.000 (1.000..1.000) | 1.00 | - | - | - |"
+    assert capsys.readouterr().out.count(row) == 3
+    assert stand.run("--timings-only") == 0
+    assert (stand.asked, stand.turns) == ([], [])
+    assert stand.run() == 0
+    assert (len(stand.asked), stand.turns) == (3, [])
+
+
+def test_timings_alone_that_are_missing_are_not_known(stand: Stand) -> None:
+    run = Run(parse(stand.arguments("--timings-only")))
+    assert run.judge() == ([], [f"{cell.name}: 2 of 2 rounds missing" for cell in run.cells])
+
+
 def test_a_matrix_without_rounds_is_incomplete_and_still_prints(
     stand: Stand, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -201,8 +201,8 @@ def test_a_step_that_fails_is_told_and_run_again(machine: Machine) -> None:
         ),
         (
             "matrix_speed",
-            "matrix.py OUT/matrix_speed --model OUT/models/mid --patched TREE --jobs 1 --half-gb 2 --only full-pinned "
-            "half-full-pinned half-full-in-place all-full-pinned paged-experts nvme-full",
+            "matrix.py OUT/matrix_speed --model OUT/models/mid --patched TREE --jobs 1 --half-gb 2 --timings-only "
+            "--only full-pinned half-full-pinned half-full-in-place all-full-pinned paged-experts nvme-full",
         ),
         (
             "ple_faults",
