@@ -36,6 +36,7 @@ def open_tree(
             remedy="name another OUT, or move that folder away",
         )
     repo = cached_base(series, python=python, progress=progress)
+    _ignore_ctime(repo)
     if folder.exists():
         if _usable(folder, series, repo):
             return folder
@@ -55,6 +56,16 @@ def open_tree(
         shutil.copytree(like / PREFIX, folder / PREFIX, symlinks=True, copy_function=_link)
         git.run(["reset", "-q"], folder)
     return folder
+
+
+def _ignore_ctime(repo: Path) -> None:
+    """Keep git from comparing ctime in the trees of `repo`, all of them ours.
+
+    A file's ctime also moves when another name of it goes: trees that share files as hard links would see each other's
+    moves as changes, between the moment `git am` looks and the moment it applies.
+    """
+    if git.run(["config", "--get", "core.trustctime"], repo, check=False).stdout.strip() != b"false":
+        git.run(["config", "core.trustctime", "false"], repo)
 
 
 def _compile(tree: Path, python: str, env: dict[str, str], progress: Progress) -> None:

@@ -30,9 +30,6 @@ _SETTINGS = {
     "core.hooksPath": os.devnull,
     "core.quotePath": "true",
     "core.safecrlf": "false",
-    # A file's ctime also moves when another name of it goes. Work trees that share files as hard links (the gate's,
-    # `cp -l`) would see each other's moves as changes, between the moment `am` looks and the moment it applies.
-    "core.trustctime": "false",
     "diff.algorithm": "myers",
     "diff.context": "3",
     "diff.indentHeuristic": "true",

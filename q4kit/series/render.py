@@ -18,7 +18,8 @@ def change(result: Change, verb: str) -> str:
     if not result.changed:
         word = "already" if verb == "apply" else "already the pin:"
         return f"{result.target}: {word} {'at prefix ' if verb == 'apply' else 'prefix '}{result.after}, nothing to do"
-    return f"{result.target}: prefix {result.before} -> {result.after}{mended}"
+    kept = [f"  kept, since it is not the series': {place}" for place in result.saved]
+    return "\n".join([f"{result.target}: prefix {result.before} -> {result.after}{mended}", *kept])
 
 
 def state(found: SeriesStatus) -> str:

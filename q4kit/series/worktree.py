@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import shlex
-import shutil
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from q4kit.errors import EnvironmentFault, UsageError
-from q4kit.series import git, git_locks, journal, manifest, state
+from q4kit.series import git, journal, manifest, mend, state
 from q4kit.series.base import wrong_base
 from q4kit.series.manifest import Series
 from q4kit.series.state import SeriesStatus
@@ -27,6 +24,8 @@ class Change:
     before: int
     after: int
     mended: bool = False
+    saved: tuple[str, ...] = ()
+    """Copies of contents that the mending found in touched files and that are not the series'."""
 
     @property
     def changed(self) -> bool:
@@ -55,33 +54,49 @@ def revert(path: Path | str, *, series: Series | None = None, progress: Progress
 def _move(target: WorkTree, series: Series, to: int, op: str, progress: Progress) -> Change:
     series.patches  # noqa: B018  a damaged patch file is refused before anything else
     with journal.lock(target) as fd:
-        mended = _mend(target, fd, progress)
+        mended, saved = _mend(target, series, fd, progress)
         found = state.status(target, series=series)
         if found.state not in ("clean", "applied"):
             raise _refusal(target, series, found)
         if found.prefix == to:
-            return Change(target.describe(), to, to, mended)
+            return Change(target.describe(), to, to, mended, saved)
         if state.dirty_files(target, series.touched):
             raise _refusal(target, series, found)
         if git.run(["diff", "--cached", "--quiet"], target.root, check=False).returncode != 0:
             raise UsageError(f"{target.root}: the index holds staged changes", remedy="commit or `git reset` them")
         if to < found.prefix:
             rev = _below(target, series, found.prefix, to)
+        _refuse_locked_index(target)
         head = git.out(["rev-parse", "HEAD"], target.root)
         note = {"op": op, "head": head, "files": series.touched}
         journal.write_json(journal.marker_path(target), note)
         try:
             if to < found.prefix:
+                # `reset --keep` takes a file that was only touched, or copied, for one that was changed
+                git.run(["update-index", "-q", "--refresh"], target.root, check=False, pass_fds=[fd])
                 git.run(["reset", "-q", "--keep", rev], target.root, pass_fds=[fd])
             else:
                 _am(target, series, found.prefix, to, fd, progress)
-        except BaseException:
-            _restore(target, head, series.touched, fd)
+        except BaseException as error:
+            others = mend.restore(target, series, note, fd, progress)
+            if others and isinstance(error, EnvironmentFault):
+                told = f"{error}; what was edited meanwhile is kept: {', '.join(others)}"
+                raise EnvironmentFault(told, remedy=error.remedy) from error
             raise
         for path in series.touched:
             drop_bytecode(target.file(path))
         journal.marker_path(target).unlink()
-        return Change(target.describe(), found.prefix, to, mended)
+        return Change(target.describe(), found.prefix, to, mended, saved)
+
+
+def _refuse_locked_index(target: WorkTree) -> None:
+    """Raise EnvironmentFault while another git, such as a commit whose message is being written, holds the index."""
+    lock = journal.git_dir(target) / "index.lock"
+    if lock.exists():
+        raise EnvironmentFault(
+            f"{target.root}: the index is locked ({lock})",
+            remedy="let the other git end; if there is none, remove that file",
+        )
 
 
 def _am(target: WorkTree, series: Series, start: int, to: int, fd: int, progress: Progress) -> None:
@@ -96,13 +111,13 @@ def _am(target: WorkTree, series: Series, start: int, to: int, fd: int, progress
         )
         if done.returncode != 0:
             said = (done.stderr + done.stdout).decode(errors="replace").strip()
-            raise EnvironmentFault(f"{target.root}: git am {entry.file} failed, nothing was changed: {said}")
+            raise EnvironmentFault(f"{target.root}: git am {entry.file} failed, the tree is as it was: {said}")
         now = {p: e.blob for p, e in read_entries(target, series.touched).items()}
         expected = {p: e.blob for p, e in series.prefixes[entry.number].items()}
         if now != expected:
             wrong = sorted(p for p in now.keys() | expected.keys() if now.get(p) != expected.get(p))
             raise EnvironmentFault(
-                f"{entry.file} left other contents than recorded in {', '.join(wrong)}; nothing was changed",
+                f"{entry.file} left other contents than recorded in {', '.join(wrong)}; the tree is as it was",
                 remedy="a filter or line-end conversion of this repository may be active: check .gitattributes",
             )
 
@@ -110,13 +125,8 @@ def _am(target: WorkTree, series: Series, start: int, to: int, fd: int, progress
 def _below(target: WorkTree, series: Series, prefix: int, to: int) -> str:
     """Return the commit id of prefix ``to`` below HEAD after checking that only the series' commits lie between."""
     for k in range(prefix, to, -1):
-        commit = f"HEAD~{prefix - k}"
-        entry, patch = series.entries[k - 1], series.patches[k - 1]
-        parents = git.out(["rev-list", "--no-walk", "--parents", commit], target.root).split()[1:]
-        changed = _changed_files(target, commit) if len(parents) == 1 else []
-        blobs = {p: oid for p, (_, oid) in git.entries(target.root, commit, series.touched).items()}
-        expected = {p: e.blob for p, e in series.prefixes[k].items()}
-        if sorted(changed) != sorted(f.path for f in patch.files) or blobs != expected:
+        commit, entry = f"HEAD~{prefix - k}", series.entries[k - 1]
+        if not mend.patch_at(target, series, commit, k):
             subject = git.out(["log", "-1", "--format=%h %s", commit], target.root)
             raise UsageError(
                 f"{target.root}: commit `{subject}` is not patch {entry.file} and would be lost",
@@ -125,51 +135,13 @@ def _below(target: WorkTree, series: Series, prefix: int, to: int) -> str:
     return git.out(["rev-parse", f"HEAD~{prefix - to}"], target.root)
 
 
-def _changed_files(target: WorkTree, commit: str) -> list[str]:
-    listing = git.run(["diff-tree", "-r", "-z", "--no-commit-id", "--name-only", commit], target.root)
-    return [p for p in listing.stdout.decode().split("\0") if p]
-
-
-def _mend(target: WorkTree, fd: int, progress: Progress) -> bool:
+def _mend(target: WorkTree, series: Series, fd: int, progress: Progress) -> tuple[bool, tuple[str, ...]]:
+    """Put an interrupted apply or revert right; return whether there was one, and where other contents were put."""
     marker = journal.read_marker(target)
     if marker is None:
-        return False
+        return False, ()
     progress(f"mending an interrupted {marker['op']}: back to {marker['head'][:12]}")
-    _restore(target, marker["head"], marker["files"], fd)
-    return True
-
-
-def _restore(target: WorkTree, head: str, touched: Sequence[str], fd: int) -> None:
-    """Bring HEAD, index and the touched files back to ``head``. They were clean there, so nothing is lost."""
-    root, folder, marker = target.root, journal.git_dir(target), journal.marker_path(target)
-    # We hold the lock ``fd`` that every git child which writes inherits: lock files here have no living owner.
-    git_locks.remove_stale(root, folder, marker.stat().st_mtime)
-    applying = folder / "rebase-apply"
-    if applying.exists() and git.run(["am", "--quit"], root, check=False, pass_fds=[fd]).returncode != 0:
-        shutil.rmtree(applying)
-    now = git.out(["rev-parse", "HEAD"], root)
-    related = any(
-        git.run(["merge-base", "--is-ancestor", a, b], root, check=False).returncode == 0
-        for a, b in ((head, now), (now, head))
-    )
-    if not related:
-        raise UsageError(
-            f"{root}: HEAD moved to {now[:12]} after an interrupted apply that began at {head[:12]}",
-            remedy=f"check out what you want to keep, then remove {marker}",
-        )
-    git.run(["update-ref", "-m", "q4head series: restore", "HEAD", head], root, pass_fds=[fd])
-    git.run(["reset", "-q", head, "--", *touched], root, pass_fds=[fd])
-    kept = set(git.entries(root, head, list(touched)))
-    for path in touched:
-        file = target.file(path)
-        drop_bytecode(file)
-        if path not in kept:
-            file.unlink(missing_ok=True)
-            with suppress(OSError):  # not empty, or already gone
-                os.removedirs(file.parent)
-    if kept:
-        git.run(["checkout-index", "-q", "-f", "--", *sorted(kept)], root, pass_fds=[fd])
-    marker.unlink()
+    return True, mend.restore(target, series, marker, fd, progress)
 
 
 def _stash(target: WorkTree, paths: Sequence[str]) -> str:

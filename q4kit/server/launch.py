@@ -274,7 +274,7 @@ def _config_dtype(model: Path) -> str | None:
         config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     except ValueError as error:
         raise UsageError(f"{model / 'config.json'} is not JSON: {error}", remedy="generate the model again") from error
-    text = config.get("text_config", {}) if isinstance(config, dict) else None
+    text = (config.get("text_config") or {}) if isinstance(config, dict) else None
     if not isinstance(text, dict):
         raise UsageError(
             f"{model / 'config.json'}: expected a JSON object, and in it text_config another",

@@ -348,7 +348,7 @@ def test_wrong_arguments_are_refused_before_anything_starts(start: Any, tmp_path
     (model / "config.json").write_text("{")
     with pytest.raises(UsageError, match="is not JSON"):
         start("serve")
-    for other in ("[]", '{"text_config": []}'):
+    for other in ("[]", '{"text_config": [1]}'):
         (model / "config.json").write_text(other)
         with pytest.raises(UsageError, match=r"config\.json: expected a JSON object"):
             start("serve")

@@ -18,7 +18,7 @@ import pytest
 from series_world import PACKAGE, World, commit, edit
 
 from q4kit.errors import EnvironmentFault, Q4Error, UsageError
-from q4kit.series import base, git, git_locks, journal, manifest, state, worktree
+from q4kit.series import base, git, git_locks, journal, manifest, mend, render, state, worktree
 from q4kit.series.targets import work_tree
 
 
@@ -158,7 +158,7 @@ def test_failing_am_restores_everything(world: World) -> None:
     pin = head(tree)
     (tree / ".git" / "info").mkdir(exist_ok=True)
     (tree / ".git" / "info" / "attributes").write_text("*.py text eol=crlf\n")
-    with pytest.raises(EnvironmentFault, match="nothing was changed"):
+    with pytest.raises(EnvironmentFault, match="the tree is as it was"):
         worktree.apply(tree, series=world.series)
     assert head(tree) == pin
     assert not (tree / ".git" / "rebase-apply").exists()
@@ -168,8 +168,8 @@ def test_failing_am_restores_everything(world: World) -> None:
 
 
 def test_interrupted_am_is_named_and_mended_by_apply_and_by_revert(world: World) -> None:
-    for mend in ("apply", "revert"):
-        tree = world.tree(mend)
+    for move in ("apply", "revert"):
+        tree = world.tree(move)
         pin = head(tree)
         target = work_tree(tree)
         # what kill -9 between two patches and inside git leaves behind
@@ -183,7 +183,7 @@ def test_interrupted_am_is_named_and_mended_by_apply_and_by_revert(world: World)
         found = state.status(tree, series=world.series)
         assert found.state == "drifted"
         assert "interrupted apply" in found.reason
-        if mend == "apply":
+        if move == "apply":
             result = worktree.apply(tree, series=world.series)
             assert state.status(tree, series=world.series).prefix == world.series.length
         else:
@@ -207,22 +207,22 @@ def interrupt(world: World, tree: Path) -> str:
 LOCKS = ("index", "HEAD", "ORIG_HEAD", "REBASE_HEAD", "CHERRY_PICK_HEAD", "refs/heads/base", "packed-refs")
 
 
-@pytest.mark.parametrize("mend", ["apply", "revert"])
+@pytest.mark.parametrize("move", ["apply", "revert"])
 @pytest.mark.parametrize("name", LOCKS)
 def test_every_lock_of_a_killed_git_is_removed(
-    world: World, monkeypatch: pytest.MonkeyPatch, name: str, mend: str
+    world: World, monkeypatch: pytest.MonkeyPatch, name: str, move: str
 ) -> None:
     monkeypatch.setattr(git_locks, "SETTLE_S", 0.1)
     tree = world.tree("t")
     pin = interrupt(world, tree)
     assert git.out(["symbolic-ref", "HEAD"], tree) == "refs/heads/base"
     (tree / ".git" / f"{name}.lock").write_text("")
-    result = getattr(worktree, mend)(tree, series=world.series)
+    result = getattr(worktree, move)(tree, series=world.series)
     assert result.mended
     assert not list((tree / ".git").rglob("*.lock"))
     found = state.status(tree, series=world.series)
-    assert (found.state, found.prefix) == (("applied", world.series.length) if mend == "apply" else ("clean", 0))
-    assert (head(tree) == pin) == (mend == "revert")
+    assert (found.state, found.prefix) == (("applied", world.series.length) if move == "apply" else ("clean", 0))
+    assert (head(tree) == pin) == (move == "revert")
 
 
 def test_locks_of_a_linked_work_tree_are_removed_and_those_of_the_other_left(world: World) -> None:
@@ -244,6 +244,10 @@ def test_leftover_folders_and_compiled_files_are_removed(world: World) -> None:
     compiled = tree / "python" / PACKAGE / "__pycache__" / "alpha.cpython-311.pyc"
     compiled.parent.mkdir(exist_ok=True)
     compiled.write_text("")
+    inner = tree / "python" / PACKAGE / "extra" / "__pycache__"
+    inner.mkdir(parents=True)
+    added = next(p for p in world.series.touched if "/extra/" in p)
+    (inner / f"{Path(added).stem}.cpython-311.pyc").write_text("")
     assert worktree.revert(tree, series=world.series).mended
     assert not compiled.exists()
     assert not (tree / "python" / PACKAGE / "extra").exists()
@@ -275,6 +279,199 @@ def test_a_packed_refs_lock_with_a_living_owner_is_left_alone(
     owner.join()
     assert head(tree) == pin
     assert lock.exists()
+
+
+def git_process(folder: Path, where: Path) -> subprocess.Popen[bytes]:
+    """Start a process that looks like a git at work in ``where``."""
+    binary = folder / "git"
+    if not binary.exists():
+        shutil.copy2(shutil.which("sleep") or "sleep", binary)
+    return subprocess.Popen([binary, "60"], cwd=where)
+
+
+def test_a_packed_refs_lock_is_left_while_a_git_works_in_another_work_tree(
+    world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Reading many loose refs, it moves neither the lock nor what it writes."""
+    monkeypatch.setattr(git_locks, "SETTLE_S", 0.1)
+    linked = world.root / "linked"
+    git.run(["worktree", "add", "-q", "-b", "side", linked, "HEAD"], world.base)
+    pin = interrupt(world, linked)
+    lock = world.base / ".git" / "packed-refs.lock"
+    lock.write_text("")
+    process = git_process(tmp_path, world.base / "python")
+    try:
+        assert worktree.revert(linked, series=world.series).mended
+        assert head(linked) == pin
+        assert lock.exists()
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_lock_is_left_while_a_git_works_in_this_work_tree(
+    world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(git_locks, "WAIT_S", 0.2)
+    tree = world.tree("t")
+    pin = interrupt(world, tree)
+    lock = tree / ".git" / "index.lock"
+    lock.write_text("")
+    process = git_process(tmp_path, tree / "python")
+    try:
+        with pytest.raises(EnvironmentFault, match=rf"process {process.pid}\) and may hold .*index\.lock"):
+            worktree.revert(tree, series=world.series)
+        assert lock.exists()
+    finally:
+        process.kill()
+        process.wait()
+    assert worktree.revert(tree, series=world.series).mended
+    assert head(tree) == pin
+
+
+def test_a_daemon_of_git_and_a_git_elsewhere_are_not_at_work_here(tmp_path: Path) -> None:
+    tree = tmp_path / "tree"
+    (tree / "python").mkdir(parents=True)
+    processes = {
+        "1": ("git", b"git\0commit\0", tree / "python"),
+        "2": ("git", b"git\0fsmonitor--daemon\0run\0", tree),
+        "3": ("git-remote-http", b"git-remote-http\0", tree),
+        "4": ("git", b"git\0commit\0", tmp_path),
+        "5": ("bash", b"bash\0", tree),
+    }
+    for name, (comm, cmdline, cwd) in processes.items():
+        folder = tmp_path / "proc" / name
+        folder.mkdir(parents=True)
+        (folder / "comm").write_text(f"{comm}\n")
+        (folder / "cmdline").write_bytes(cmdline)
+        (folder / "cwd").symlink_to(cwd)
+    (tmp_path / "proc" / "6").mkdir()  # it ended
+    (tmp_path / "proc" / "self").mkdir()
+    assert git_locks.at_work([tree], tmp_path / "proc") == [1, 3]
+
+
+def test_a_locked_index_is_refused_before_anything_changes(world: World) -> None:
+    """`git commit` holds it while its message is written."""
+    tree = world.tree("t")
+    pin = head(tree)
+    lock = tree / ".git" / "index.lock"
+    lock.write_text("")
+    with pytest.raises(EnvironmentFault, match=r"index is locked .*index\.lock"):
+        worktree.apply(tree, series=world.series)
+    assert lock.exists()
+    assert head(tree) == pin
+    assert not journal.marker_path(work_tree(tree)).exists()
+
+
+@pytest.mark.parametrize("how", ["touched", "copied"])
+def test_a_tree_that_was_touched_or_copied_goes_down_too(world: World, how: str) -> None:
+    """Its index holds times and inodes that are not the files' any more."""
+    tree = world.tree("t")
+    pin = head(tree)
+    worktree.apply(tree, series=world.series)
+    if how == "touched":
+        os.utime(tree / "python" / PACKAGE / "alpha.py", (1, 1))
+    else:
+        tree = Path(shutil.copytree(tree, world.root / "copy", copy_function=shutil.copy))
+    assert worktree.apply(tree, series=world.series, to=1).after == 1
+    assert worktree.revert(tree, series=world.series).after == 0
+    assert head(tree) == pin
+
+
+@pytest.mark.parametrize("move", ["apply", "revert"])
+def test_edits_after_an_interruption_are_kept(world: World, move: str) -> None:
+    tree = world.tree("t")
+    interrupt(world, tree)
+    alpha, beta = (tree / "python" / PACKAGE / f"{name}.py" for name in ("alpha", "beta"))
+    mine = alpha.read_text() + "MINE = 1\n"
+    alpha.write_text(mine)
+    staged = beta.read_text() + "STAGED = 1\n"
+    beta.write_text(staged)
+    git.run(["add", beta], tree)
+    beta.write_text(staged + "MINE = 1\n")
+    said: list[str] = []
+    result = getattr(worktree, move)(tree, series=world.series, progress=said.append)
+    kept = {Path(place).name: Path(place).read_text() for place in result.saved}
+    assert kept == {"alpha.py": mine, "beta.py": staged + "MINE = 1\n", "beta.py.staged0": staged}
+    assert all(any(place in line for line in said) for place in result.saved)
+    assert all(place in render.change(result, move) for place in result.saved)
+    found = state.status(tree, series=world.series)
+    assert found.prefix == (world.series.length if move == "apply" else 0)
+
+
+def test_a_mended_tree_of_nobodys_edits_keeps_no_copies(world: World) -> None:
+    tree = world.tree("t")
+    (tree / ".git" / "info").mkdir(exist_ok=True)
+    interrupt(world, tree)
+    (tree / ".git" / "info" / "attributes").write_text("*.py text eol=crlf\n")
+    alpha = tree / "python" / PACKAGE / "alpha.py"
+    alpha.write_bytes(alpha.read_bytes().replace(b"\n", b"\r\n"))
+    target = work_tree(tree)
+    marker = journal.read_marker(target)
+    assert marker is not None
+    with journal.lock(target) as fd:
+        assert mend.restore(target, world.series, marker, fd, print) == ()
+
+
+def test_a_commit_after_an_interruption_is_refused_and_the_remedy_keeps_it(world: World) -> None:
+    tree = world.tree("t")
+    pin = interrupt(world, tree)
+    with (tree / "python" / PACKAGE / "alpha.py").open("a") as file:
+        file.write("MINE = 1\n")
+    commit(tree, "my own work", 30)
+    mine = head(tree)
+    (tree / ".git" / "rebase-apply").mkdir()
+    for move in (worktree.apply, worktree.revert):
+        with pytest.raises(UsageError, match=r"my own work.*would be lost") as caught:
+            move(tree, series=world.series)
+        assert head(tree) == mine
+        assert (tree / ".git" / "rebase-apply").exists()  # refused before anything is removed
+    (tree / ".git" / "rebase-apply").rmdir()
+    commands = re.search("`(git .*?)`", caught.value.remedy)
+    assert commands is not None
+    subprocess.run(commands[1], shell=True, check=True, capture_output=True)
+    assert worktree.revert(tree, series=world.series).mended
+    assert head(tree) == pin
+    assert git.out(["rev-parse", "my-work"], tree) == mine
+
+
+def test_an_am_of_the_users_own_after_an_interruption_is_left_alone(world: World) -> None:
+    tree = world.tree("t")
+    interrupt(world, tree)
+    mail = tree.parent / "mine.patch"
+    mail.write_text(
+        "From 1 Mon Sep 17 00:00:00 2001\nFrom: me <me@example.org>\nSubject: [PATCH] mine\n\n---\n"
+        "diff --git a/nowhere b/nowhere\n--- a/nowhere\n+++ b/nowhere\n@@ -1 +1 @@\n-a\n+b\n"
+    )
+    assert git.run(["am", "-q", mail], tree, check=False).returncode != 0
+    lock = tree / ".git" / "ORIG_HEAD.lock"
+    lock.write_text("")
+    with pytest.raises(UsageError, match="in the middle of something else") as caught:
+        worktree.revert(tree, series=world.series)
+    assert (tree / ".git" / "rebase-apply" / "0001").exists()
+    assert lock.exists()
+    lock.unlink()
+    follow(caught.value)
+    assert worktree.revert(tree, series=world.series).mended
+
+
+@pytest.mark.parametrize("new", [False, True])
+def test_what_is_edited_while_patches_go_in_is_kept(world: World, new: bool) -> None:
+    tree = world.tree("t")
+    pin = head(tree)
+    name = next(p for p in world.series.touched if p.endswith("late.py" if new else "alpha.py"))
+    path = tree / name
+    text = "mine\n" if new else path.read_text().replace("return x", "return 55 + x")
+
+    def progress(line: str) -> None:
+        if "0002-" in line:
+            path.write_text(text)
+
+    with pytest.raises(EnvironmentFault, match="what was edited meanwhile is kept: ") as caught:
+        worktree.apply(tree, series=world.series, progress=progress)
+    assert Path(str(caught.value).rpartition("kept: ")[2]).read_text() == text
+    assert head(tree) == pin
+    assert state.status(tree, series=world.series).state == "clean"
 
 
 def test_a_packed_refs_lock_released_during_the_wait_is_no_error(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,151 @@
+"""Putting a work tree back after an apply or revert that did not finish, without losing what somebody did since."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from q4kit.errors import UsageError
+from q4kit.series import git, git_locks, journal
+from q4kit.series.blobs import blob_id
+from q4kit.series.manifest import Series
+from q4kit.series.targets import WorkTree, drop_bytecode
+from q4kit.series.wheel import Progress
+
+SAVED = "q4head-saved"
+"""Folder in the git folder of a work tree for contents that are not the series'."""
+
+
+def restore(
+    target: WorkTree, series: Series, marker: Mapping[str, Any], fd: int, progress: Progress
+) -> tuple[str, ...]:
+    """Bring HEAD, index and the touched files back to the commit in ``marker``; return where other contents were put.
+
+    What is refused is refused before anything is removed: commits and a `git am` that are not the series' (UsageError),
+    and a git that works there now (EnvironmentFault). ``fd`` is the lock, which every git child that writes inherits.
+    """
+    root, folder, path = target.root, journal.git_dir(target), journal.marker_path(target)
+    head, touched = marker["head"], marker["files"]
+    applying = _our_am(root, folder / "rebase-apply", series)
+    _check_head(target, series, head, marker["op"])
+    git_locks.remove_stale(root, folder, path.stat().st_mtime)
+    saved = _save_others(target, series, head, touched, folder / SAVED)
+    for place in saved:
+        progress(f"contents that are not the series' (edited, or half written) are kept in {place}")
+    if applying is not None and git.run(["am", "--quit"], root, check=False, pass_fds=[fd]).returncode != 0:
+        shutil.rmtree(applying)
+    git.run(["update-ref", "-m", "q4head series: restore", "HEAD", head], root, pass_fds=[fd])
+    git.run(["reset", "-q", head, "--", *touched], root, pass_fds=[fd])
+    kept = set(git.entries(root, head, list(touched)))
+    for name in touched:
+        _drop(target.file(name), kept=name in kept)
+    if kept:
+        git.run(["checkout-index", "-q", "-f", "--", *sorted(kept)], root, pass_fds=[fd])
+    path.unlink()
+    return saved
+
+
+def patch_at(target: WorkTree, series: Series, commit: str, number: int) -> bool:
+    """Return whether ``commit`` is patch ``number`` on one parent: its files, with the recorded contents."""
+    parents = git.out(["rev-list", "--no-walk", "--parents", commit], target.root).split()[1:]
+    if len(parents) != 1:
+        return False
+    listing = git.run(["diff-tree", "-r", "-z", "--no-commit-id", "--name-only", commit], target.root)
+    changed = sorted(filter(None, listing.stdout.decode().split("\0")))
+    if changed != sorted(f.path for f in series.patches[number - 1].files):
+        return False
+    blobs = {p: oid for p, (_, oid) in git.entries(target.root, commit, series.touched).items()}
+    return blobs == {p: e.blob for p, e in series.prefixes[number].items()}
+
+
+def _our_am(root: Path, applying: Path, series: Series) -> Path | None:
+    """Return the folder of a `git am` of ours that was killed, or None; one of somebody else raises UsageError."""
+    if not applying.exists():
+        return None
+    ours = [series.patch_bytes(entry) for entry in series.entries]
+    mails = [file.read_bytes() for file in applying.iterdir() if file.name.isdecimal()]
+    if (applying / "rebasing").exists() or not all(any(p.startswith(mail) for p in ours) for mail in mails):
+        raise UsageError(
+            f"{root}: git is in the middle of something else (rebase-apply), after an apply that was interrupted",
+            remedy=f"finish or abort it first (`{_command(root, 'am', '--abort')}`), then run this again",
+        )
+    return applying
+
+
+def _check_head(target: WorkTree, series: Series, head: str, op: str) -> None:
+    """Raise UsageError unless HEAD can go to ``head`` and only commits of the series, or none, fall off its branch."""
+    root = target.root
+    now = git.out(["rev-parse", "HEAD"], root)
+    if _is_ancestor(root, now, head):
+        return
+    if not _is_ancestor(root, head, now):
+        raise UsageError(
+            f"{root}: HEAD moved to {now[:12]} after an interrupted {op} that began at {head[:12]}",
+            remedy=f"check out what you want to keep, then remove {journal.marker_path(target)}",
+        )
+    last = head
+    for commit in git.out(["rev-list", "--reverse", f"{head}..{now}"], root).split():
+        if not any(patch_at(target, series, commit, k) for k in range(1, series.length + 1)):
+            subject = git.out(["log", "-1", "--format=%h %s", commit], root)
+            keep, back = _command(root, "branch", "my-work"), _command(root, "reset", "--keep", last)
+            raise UsageError(
+                f"{root}: commit `{subject}` came on top of an interrupted {op} and would be lost",
+                remedy=f"`{keep} && {back}` keeps it on a branch of its own; then run this again",
+            )
+        last = commit
+
+
+def _is_ancestor(root: Path, first: str, second: str) -> bool:
+    return git.run(["merge-base", "--is-ancestor", first, second], root, check=False).returncode == 0
+
+
+def _save_others(target: WorkTree, series: Series, head: str, touched: Sequence[str], where: Path) -> tuple[str, ...]:
+    """Copy what lies on disk or in the index of the touched files and is no recorded content; return the copies."""
+    known = {entry.blob for files in series.prefixes for entry in files.values()}
+    known |= {oid for rev in (head, "HEAD") for _, oid in git.entries(target.root, rev, touched).values()}
+    others: dict[str, bytes] = {}
+    on_disk: dict[str, str] = {}
+    for name in touched:
+        file = target.file(name)
+        if not os.path.lexists(file):
+            continue
+        data = os.readlink(file).encode() if file.is_symlink() else file.read_bytes()
+        if blob_id(data) in known:
+            continue
+        # As git would store it: filters and line ends of this repository are no edit.
+        cleaned = git.run(["hash-object", "--path", name, "--stdin"], target.root, stdin=data)
+        on_disk[name] = cleaned.stdout.decode().strip()
+        if on_disk[name] not in known:
+            others[name] = data
+    for row in filter(None, git.run(["ls-files", "-s", "-z", "--", *touched], target.root).stdout.split(b"\0")):
+        meta, _, name = row.decode().partition("\t")
+        _, oid, stage = meta.split()
+        if oid not in known and oid != on_disk.get(name):
+            others[f"{name}.staged{stage}"] = git.run(["cat-file", "blob", oid], target.root).stdout
+    folder = where / f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{os.getpid()}"
+    for name, data in others.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(data)
+    return tuple(str(folder / name) for name in others)
+
+
+def _drop(file: Path, *, kept: bool) -> None:
+    """Remove a file's compiled forms, and where the file does not stay, the file and folders that only it filled."""
+    drop_bytecode(file)
+    if kept:
+        return
+    file.unlink(missing_ok=True)
+    with suppress(OSError):  # not there, or of other files too
+        (file.parent / "__pycache__").rmdir()
+    with suppress(OSError):  # not empty, or already gone
+        os.removedirs(file.parent)
+
+
+def _command(root: Path, *args: str) -> str:
+    return shlex.join(["git", "-C", str(root), *args])
