@@ -76,8 +76,8 @@ def at_work(places: Iterable[Path], processes: Path = Path("/proc")) -> list[int
         if not process.name.isdecimal():
             continue
         with suppress(OSError):  # it ended, or is another user's
-            name = (process / "comm").read_text().strip()
-            if name != "git" and not name.startswith("git-"):
+            name = (process / "comm").read_bytes().strip()  # cut at 15 bytes, within a character too
+            if name != b"git" and not name.startswith(b"git-"):
                 continue
             if b"--daemon" in (process / "cmdline").read_bytes():
                 continue  # of fsmonitor and credential-cache: they stay, and lock nothing

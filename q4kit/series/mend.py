@@ -8,10 +8,10 @@ import shutil
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
-from q4kit.errors import UsageError
+from q4kit.errors import EnvironmentFault, UsageError
 from q4kit.series import git, git_locks, journal
 from q4kit.series.blobs import blob_id
 from q4kit.series.manifest import Series
@@ -27,13 +27,15 @@ def restore(
 ) -> tuple[str, ...]:
     """Bring HEAD, index and the touched files back to the commit in ``marker``; return where other contents were put.
 
-    What is refused is refused before anything is removed: commits and a `git am` that are not the series' (UsageError),
-    and a git that works there now (EnvironmentFault). ``fd`` is the lock, which every git child that writes inherits.
+    What is refused is refused before anything is removed: commits, a `git am` or merge that are not the series', a file
+    in a folder's place or the reverse (UsageError), and a git that works there now (EnvironmentFault). ``fd`` is the
+    lock, which every git child that writes inherits.
     """
     root, folder, path = target.root, journal.git_dir(target), journal.marker_path(target)
     head, touched = marker["head"], marker["files"]
-    applying = _our_am(root, folder / "rebase-apply", series)
-    _check_head(target, series, head, marker["op"])
+    applying = _our_am(root, folder, series)
+    _check_head(target, series, marker)
+    _check_places(target, touched)
     git_locks.remove_stale(root, folder, path.stat().st_mtime)
     saved = _save_others(target, series, head, touched, folder / SAVED)
     for place in saved:
@@ -64,30 +66,42 @@ def patch_at(target: WorkTree, series: Series, commit: str, number: int) -> bool
     return blobs == {p: e.blob for p, e in series.prefixes[number].items()}
 
 
-def _our_am(root: Path, applying: Path, series: Series) -> Path | None:
-    """Return the folder of a `git am` of ours that was killed, or None; one of somebody else raises UsageError."""
+def _our_am(root: Path, folder: Path, series: Series) -> Path | None:
+    """Return the folder of a `git am` of ours that was killed, or None; anything of somebody else's raises UsageError.
+
+    ``folder`` is the git folder of this very work tree.
+    """
+    for name in ("rebase-merge", "MERGE_HEAD"):
+        if (folder / name).exists():
+            raise _in_the_middle(root, name, "finish or abort it first, then run this again")
+    applying = folder / "rebase-apply"
     if not applying.exists():
         return None
     ours = [series.patch_bytes(entry) for entry in series.entries]
     mails = [file.read_bytes() for file in applying.iterdir() if file.name.isdecimal()]
     if (applying / "rebasing").exists() or not all(any(p.startswith(mail) for p in ours) for mail in mails):
-        raise UsageError(
-            f"{root}: git is in the middle of something else (rebase-apply), after an apply that was interrupted",
-            remedy=f"finish or abort it first (`{_command(root, 'am', '--abort')}`), then run this again",
-        )
+        abort = f"finish or abort it first (`{_command(root, 'am', '--abort')}`), then run this again"
+        raise _in_the_middle(root, applying.name, abort)
     return applying
 
 
-def _check_head(target: WorkTree, series: Series, head: str, op: str) -> None:
-    """Raise UsageError unless HEAD can go to ``head`` and only commits of the series, or none, fall off its branch."""
-    root = target.root
+def _in_the_middle(root: Path, name: str, remedy: str) -> UsageError:
+    said = f"{root}: git is in the middle of something else ({name}), after an apply or revert that was interrupted"
+    return UsageError(said, remedy=remedy)
+
+
+def _check_head(target: WorkTree, series: Series, marker: Mapping[str, Any]) -> None:
+    """Raise UsageError unless HEAD can go to the marker's and only commits of the series, or none, lie between."""
+    root, head, op = target.root, marker["head"], marker["op"]
     now = git.out(["rev-parse", "HEAD"], root)
-    if _is_ancestor(root, now, head):
+    # Below: an interrupted revert, of whatever version of the series. Other files would stay as they are at `now`.
+    if _is_ancestor(root, now, head) and _changed(root, now, head) <= set(marker["files"]):
         return
     if not _is_ancestor(root, head, now):
         raise UsageError(
             f"{root}: HEAD moved to {now[:12]} after an interrupted {op} that began at {head[:12]}",
-            remedy=f"check out what you want to keep, then remove {journal.marker_path(target)}",
+            remedy="check out the branch that it began on, then run this again; or, to keep what is checked out now, "
+            f"remove {journal.marker_path(target)}",
         )
     last = head
     for commit in git.out(["rev-list", "--reverse", f"{head}..{now}"], root).split():
@@ -99,6 +113,27 @@ def _check_head(target: WorkTree, series: Series, head: str, op: str) -> None:
                 remedy=f"`{keep} && {back}` keeps it on a branch of its own; then run this again",
             )
         last = commit
+
+
+def _check_places(target: WorkTree, touched: Sequence[str]) -> None:
+    """Raise UsageError where a folder took the place of a touched file, or something else that of a folder above it."""
+    for name in touched:
+        file = target.file(name)
+        above = [target.file(str(folder)) for folder in PurePosixPath(name).parents]
+        wrong = [folder for folder in above if os.path.lexists(folder) and not folder.is_dir()]
+        if file.is_dir() and not file.is_symlink():
+            wrong.append(file)
+        if wrong:
+            expected = "a file" if wrong[0] == file else "a folder"
+            raise UsageError(
+                f"{wrong[0]}: the series has {expected} there, and mending would remove what is there now",
+                remedy="move it out of the way, then run this again",
+            )
+
+
+def _changed(root: Path, first: str, second: str) -> set[str]:
+    listing = git.run(["diff-tree", "-r", "-z", "--name-only", first, second], root).stdout
+    return set(filter(None, listing.decode(errors="surrogateescape").split("\0")))
 
 
 def _is_ancestor(root: Path, first: str, second: str) -> bool:
@@ -128,10 +163,17 @@ def _save_others(target: WorkTree, series: Series, head: str, touched: Sequence[
         _, oid, stage = meta.split()
         if oid not in known and oid != on_disk.get(name):
             others[f"{name}.staged{stage}"] = git.run(["cat-file", "blob", oid], target.root).stdout
-    folder = where / f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{os.getpid()}"
-    for name, data in others.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(data)
+    # To the nanosecond: one process may come here twice in a second, before its move and after it.
+    folder = where / f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{time.time_ns() % 10**9:09d}"
+    try:
+        for name, data in others.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(data)
+    except OSError as error:
+        raise EnvironmentFault(
+            f"{target.root}: {', '.join(others)} cannot be kept in {where}: {error}; nothing was changed",
+            remedy="make room there (or copy these files yourself and restore them), then run this again",
+        ) from None
     return tuple(str(folder / name) for name in others)
 
 

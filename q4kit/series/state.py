@@ -69,14 +69,16 @@ def status(target: Target | Path | str, *, series: Series | None = None) -> Seri
     series = series or manifest.load()
     if isinstance(target, (Path, str)):
         target = work_tree(target, series.base.package)
+    # Asked before and after: what is read while an operation runs is neither side, and it may begin or end meanwhile.
+    interrupted = journal.interrupted(target)
     found = read_entries(target, series.touched)
+    interrupted = interrupted or journal.interrupted(target)
     prefix = match_prefix(series, found)
     common: dict[str, Any] = {
         "length": series.length,
         "target": target.describe(),
         "tree": tree_id(found),
     }
-    interrupted = journal.interrupted(target)
     if interrupted is not None:
         return SeriesStatus("drifted", NO_PREFIX, reason=interrupted.reason, interrupted=interrupted.files, **common)
     other_version = isinstance(target, InstalledTarget) and target.version != series.base.version

@@ -157,14 +157,15 @@ def read_entry(path: Path) -> Entry | None:
     """Return mode and blob id of a file as it lies on disk, None when absent; raises for links and special files."""
     try:
         info = path.lstat()
-    except (FileNotFoundError, NotADirectoryError):
+        data = path.read_bytes() if stat.S_ISREG(info.st_mode) else b""
+    except (FileNotFoundError, NotADirectoryError):  # or replaced just now, by a git that runs
         return None
     if not stat.S_ISREG(info.st_mode):
         raise EnvironmentFault(
             f"{path}: not a plain file (a link or a special file)",
             remedy="reinstall with copies, e.g. `uv pip install --link-mode copy`",
         )
-    return Entry("100755" if info.st_mode & 0o100 else "100644", blob_id(path.read_bytes()))
+    return Entry("100755" if info.st_mode & 0o100 else "100644", blob_id(data))
 
 
 def read_entries(target: Target, paths: list[str]) -> dict[str, Entry]:

@@ -19,7 +19,8 @@ from series_world import PACKAGE, World, commit, edit
 
 from q4kit.errors import EnvironmentFault, Q4Error, UsageError
 from q4kit.series import base, git, git_locks, journal, manifest, mend, render, state, worktree
-from q4kit.series.targets import work_tree
+from q4kit.series.blobs import Entry
+from q4kit.series.targets import Target, read_entries, read_entry, work_tree
 
 
 def head(tree: Path) -> str:
@@ -346,6 +347,8 @@ def test_a_daemon_of_git_and_a_git_elsewhere_are_not_at_work_here(tmp_path: Path
         (folder / "cmdline").write_bytes(cmdline)
         (folder / "cwd").symlink_to(cwd)
     (tmp_path / "proc" / "6").mkdir()  # it ended
+    (tmp_path / "proc" / "7").mkdir()
+    (tmp_path / "proc" / "7" / "comm").write_bytes("日本語日本語".encode()[:14] + b"\n")
     (tmp_path / "proc" / "self").mkdir()
     assert git_locks.at_work([tree], tmp_path / "proc") == [1, 3]
 
@@ -455,6 +458,102 @@ def test_an_am_of_the_users_own_after_an_interruption_is_left_alone(world: World
     assert worktree.revert(tree, series=world.series).mended
 
 
+def test_another_branch_below_is_not_moved(world: World) -> None:
+    tree = world.tree("t")
+    git.run(["branch", "older"], tree)
+    (tree / "unrelated.txt").write_text("mine\n")
+    commit(tree, "my own work", 30)
+    pin = interrupt(world, tree)
+    git.run(["checkout", "-q", "older"], tree)
+    older = head(tree)
+    for move in (worktree.apply, worktree.revert):
+        with pytest.raises(UsageError, match="HEAD moved"):
+            move(tree, series=world.series)
+    assert git.out(["rev-parse", "older"], tree) == older
+    assert git.out(["status", "--porcelain"], tree) == ""
+    git.run(["checkout", "-q", "base"], tree)  # what the remedy says
+    assert worktree.revert(tree, series=world.series).mended
+    assert head(tree) == pin
+    assert (tree / "unrelated.txt").read_text() == "mine\n"
+
+
+def test_a_merge_of_the_users_own_after_an_interruption_is_left_alone(world: World) -> None:
+    tree = world.tree("t")
+    git.run(["checkout", "-q", "-b", "side"], tree)
+    (tree / "side.txt").write_text("side\n")
+    commit(tree, "side", 30)
+    git.run(["checkout", "-q", "base"], tree)
+    pin = interrupt(world, tree)
+    before = head(tree)
+    git.run(["merge", "--no-commit", "--no-ff", "side"], tree)
+    with pytest.raises(UsageError, match=r"in the middle of something else \(MERGE_HEAD"):
+        worktree.revert(tree, series=world.series)
+    assert head(tree) == before
+    git.run(["merge", "--abort"], tree)
+    assert worktree.revert(tree, series=world.series).mended
+    assert head(tree) == pin
+
+
+@pytest.mark.parametrize("place", ["alpha.py", "extra", "sub"])
+def test_a_folder_for_a_file_or_the_reverse_is_refused_and_kept(world: World, place: str) -> None:
+    """Mending removed a file in a folder's place without a word, and broke off at the others with a traceback."""
+    tree = world.tree("t")
+    pin = interrupt(world, tree)
+    path = tree / "python" / PACKAGE / place
+    if path.is_dir():
+        shutil.rmtree(path)
+        mine = path
+    else:
+        path.unlink()
+        path.mkdir()
+        mine = path / "mine.txt"
+    mine.write_text("mine\n")
+    before = head(tree)
+    for move in (worktree.apply, worktree.revert):
+        with pytest.raises(UsageError, match=rf"{place}: the series has a (file|folder) there"):
+            move(tree, series=world.series)
+    assert mine.read_text() == "mine\n"
+    assert head(tree) == before
+    path.rename(tree / "moved")
+    assert worktree.revert(tree, series=world.series).mended
+    assert head(tree) == pin
+
+
+def test_what_cannot_be_copied_aside_is_not_overwritten(world: World) -> None:
+    tree = world.tree("t")
+    interrupt(world, tree)
+    before = head(tree)
+    alpha = tree / "python" / PACKAGE / "alpha.py"
+    alpha.write_text("mine\n")
+    saved = tree / ".git" / mend.SAVED
+    saved.symlink_to("/dev/full")
+    with pytest.raises(EnvironmentFault, match=r"alpha\.py cannot be kept .*nothing was changed"):
+        worktree.revert(tree, series=world.series)
+    assert alpha.read_text() == "mine\n"
+    assert head(tree) == before
+    saved.unlink()
+    assert worktree.revert(tree, series=world.series).saved
+
+
+def test_edits_before_and_while_patches_go_in_are_both_kept(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within one second, in one process: the second copy must not replace the first."""
+    now = time.gmtime()
+    monkeypatch.setattr(mend.time, "gmtime", lambda: now)
+    tree = world.tree("t")
+    interrupt(world, tree)
+    alpha = tree / "python" / PACKAGE / "alpha.py"
+    alpha.write_text("first\n")
+
+    def progress(line: str) -> None:
+        if "0002-" in line:
+            alpha.write_text("second\n")
+
+    with pytest.raises(EnvironmentFault, match="what was edited meanwhile is kept"):
+        worktree.apply(tree, series=world.series, progress=progress)
+    kept = sorted(path.read_text() for path in (tree / ".git" / mend.SAVED).rglob("alpha.py"))
+    assert kept == ["first\n", "second\n"]
+
+
 @pytest.mark.parametrize("new", [False, True])
 def test_what_is_edited_while_patches_go_in_is_kept(world: World, new: bool) -> None:
     tree = world.tree("t")
@@ -552,6 +651,34 @@ def test_killed_at_random_moments(world: World, children_too: bool) -> None:
         assert not (tree / ".git" / "rebase-apply").exists()
         assert not list((tree / ".git").rglob("*.lock"))
     assert "drifted" in states
+
+
+def test_a_file_that_git_is_replacing_is_absent(tmp_path: Path) -> None:
+    """`status` while git puts a patch in: the file goes between looking at it and reading it."""
+
+    class Going(type(tmp_path)):  # type: ignore[misc]
+        def lstat(self) -> os.stat_result:
+            info = super().lstat()
+            self.unlink()
+            return info
+
+    file = Going(tmp_path / "alpha.py")
+    file.write_text("x = 1\n")
+    assert read_entry(file) is None
+
+
+def test_an_apply_that_ends_while_status_reads_is_no_drift(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = world.tree("t")
+    interrupt(world, tree)
+
+    def read(target: Target, paths: list[str]) -> dict[str, Entry]:
+        found = read_entries(target, paths)
+        found.pop(f"python/{PACKAGE}/alpha.py")  # git is replacing it
+        journal.marker_path(work_tree(tree)).unlink()
+        return found
+
+    monkeypatch.setattr(state, "read_entries", read)
+    assert "interrupted apply" in state.status(tree, series=world.series).reason
 
 
 def test_a_rebase_of_the_users_own_is_left_alone(world: World) -> None:
