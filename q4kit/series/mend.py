@@ -58,9 +58,7 @@ def patch_at(target: WorkTree, series: Series, commit: str, number: int) -> bool
     parents = git.out(["rev-list", "--no-walk", "--parents", commit], target.root).split()[1:]
     if len(parents) != 1:
         return False
-    listing = git.run(["diff-tree", "-r", "-z", "--no-commit-id", "--name-only", commit], target.root)
-    changed = sorted(filter(None, listing.stdout.decode().split("\0")))
-    if changed != sorted(f.path for f in series.patches[number - 1].files):
+    if _changed(target.root, parents[0], commit) != {f.path for f in series.patches[number - 1].files}:
         return False
     blobs = {p: oid for p, (_, oid) in git.entries(target.root, commit, series.touched).items()}
     return blobs == {p: e.blob for p, e in series.prefixes[number].items()}

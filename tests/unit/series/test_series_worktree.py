@@ -458,6 +458,21 @@ def test_an_am_of_the_users_own_after_an_interruption_is_left_alone(world: World
     assert worktree.revert(tree, series=world.series).mended
 
 
+@pytest.mark.parametrize("interrupted", [True, False])
+def test_a_commit_on_top_with_a_name_that_is_not_utf8_is_refused(world: World, interrupted: bool) -> None:
+    tree = world.tree("t")
+    if interrupted:
+        interrupt(world, tree)
+    else:
+        worktree.apply(tree, series=world.series)
+    Path(os.fsdecode(bytes(tree) + b"/\xff.txt")).write_text("mine\n")
+    commit(tree, "my own work", 30)
+    before = head(tree)
+    with pytest.raises(UsageError, match=r"my own work.*would be lost"):
+        worktree.revert(tree, series=world.series)
+    assert head(tree) == before
+
+
 def test_another_branch_below_is_not_moved(world: World) -> None:
     tree = world.tree("t")
     git.run(["branch", "older"], tree)
