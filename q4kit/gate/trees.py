@@ -28,7 +28,9 @@ def open_tree(
 
     Its modules are imported once, untimed, so that the first prefix does not pay for compiling them. With `like`,
     another tree of `open_tree`, it shares that one's files, compiled ones too, as hard links: git and Python replace
-    files and never write into them. A folder that is there and was not made here raises UsageError and is left alone.
+    files and never write into them. What the series touches is copied: a tree that moves gives up its name of such a
+    file, that changes the file's ctime in every tree, and git takes it for an edit there. A folder that is there and
+    was not made here raises UsageError and is left alone.
     """
     if folder.exists() and not _marker(folder).exists():
         raise UsageError(
@@ -36,7 +38,6 @@ def open_tree(
             remedy="name another OUT, or move that folder away",
         )
     repo = cached_base(series, python=python, progress=progress)
-    _ignore_ctime(repo)
     if folder.exists():
         if _usable(folder, series, repo):
             return folder
@@ -53,19 +54,15 @@ def open_tree(
     else:
         worktree.apply(like, series=series, to=0)
         git.run(["worktree", "add", "-q", "-f", "--no-checkout", "--detach", folder, BASE_REF], repo)
-        shutil.copytree(like / PREFIX, folder / PREFIX, symlinks=True, copy_function=_link)
+        moved = {str(like / path) for path in series.touched}
+        shutil.copytree(
+            like / PREFIX,
+            folder / PREFIX,
+            symlinks=True,
+            copy_function=lambda source, target: (shutil.copy2 if source in moved else _link)(source, target),
+        )
         git.run(["reset", "-q"], folder)
     return folder
-
-
-def _ignore_ctime(repo: Path) -> None:
-    """Keep git from comparing ctime in the trees of `repo`, all of them ours.
-
-    A file's ctime also moves when another name of it goes: trees that share files as hard links would see each other's
-    moves as changes, between the moment `git am` looks and the moment it applies.
-    """
-    if git.run(["config", "--get", "core.trustctime"], repo, check=False).stdout.strip() != b"false":
-        git.run(["config", "core.trustctime", "false"], repo)
 
 
 def _compile(tree: Path, python: str, env: dict[str, str], progress: Progress) -> None:

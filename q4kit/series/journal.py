@@ -21,6 +21,8 @@ from q4kit.series.targets import InstalledTarget, Target, WorkTree, read_entry
 SCHEMA = 1
 _MARKER = "q4head-series.json"
 _LOCK_TIMEOUT_S = 120.0
+APPLYING = "rebase-apply"
+"""Folder in the git folder of a work tree in which `git am` keeps what it has not done yet."""
 
 
 @dataclass(frozen=True)
@@ -170,6 +172,11 @@ def git_dir(target: WorkTree) -> Path:
     return Path(git.out(["rev-parse", "--absolute-git-dir"], target.root))
 
 
+def unfinished(folder: Path) -> list[str]:
+    """Return what a git folder holds of an am, rebase or merge that waits for its user, ours included."""
+    return [name for name in (APPLYING, "rebase-merge", "MERGE_HEAD") if (folder / name).exists()]
+
+
 def marker_path(target: WorkTree) -> Path:
     return git_dir(target) / _MARKER
 
@@ -200,8 +207,7 @@ def interrupted(target: Target) -> Interrupted | None:
     else:
         marker = read_marker(target)
         if marker is None:
-            folder = git_dir(target)
-            busy = [n for n in ("rebase-apply", "rebase-merge", "MERGE_HEAD") if (folder / n).exists()]
+            busy = unfinished(git_dir(target))
             if not busy:
                 return None
             return Interrupted(f"git is in the middle of something else ({busy[0]}): finish or abort it first", ())

@@ -53,15 +53,18 @@ def restore(
     return saved
 
 
-def patch_at(target: WorkTree, series: Series, commit: str, number: int) -> bool:
-    """Return whether ``commit`` is patch ``number`` on one parent: its files, with the recorded contents."""
+def patch_at(target: WorkTree, series: Series, commit: str) -> int | None:
+    """Return which patch ``commit`` is, on one parent: its files, with the recorded contents. None: no patch."""
     parents = git.out(["rev-list", "--no-walk", "--parents", commit], target.root).split()[1:]
     if len(parents) != 1:
-        return False
-    if _changed(target.root, parents[0], commit) != {f.path for f in series.patches[number - 1].files}:
-        return False
+        return None
+    changed = _changed(target.root, parents[0], commit)
     blobs = {p: oid for p, (_, oid) in git.entries(target.root, commit, series.touched).items()}
-    return blobs == {p: e.blob for p, e in series.prefixes[number].items()}
+    for entry, patch in zip(series.entries, series.patches, strict=True):
+        recorded = {p: e.blob for p, e in series.prefixes[entry.number].items()}
+        if blobs == recorded and changed == {f.path for f in patch.files}:
+            return entry.number
+    return None
 
 
 def _our_am(root: Path, folder: Path, series: Series) -> Path | None:
@@ -69,10 +72,10 @@ def _our_am(root: Path, folder: Path, series: Series) -> Path | None:
 
     ``folder`` is the git folder of this very work tree.
     """
-    for name in ("rebase-merge", "MERGE_HEAD"):
-        if (folder / name).exists():
+    applying = folder / journal.APPLYING
+    for name in journal.unfinished(folder):
+        if name != applying.name:
             raise _in_the_middle(root, name, "finish or abort it first, then run this again")
-    applying = folder / "rebase-apply"
     if not applying.exists():
         return None
     ours = [series.patch_bytes(entry) for entry in series.entries]
@@ -103,7 +106,7 @@ def _check_head(target: WorkTree, series: Series, marker: Mapping[str, Any]) -> 
         )
     last = head
     for commit in git.out(["rev-list", "--reverse", f"{head}..{now}"], root).split():
-        if not any(patch_at(target, series, commit, k) for k in range(1, series.length + 1)):
+        if patch_at(target, series, commit) is None:
             subject = git.out(["log", "-1", "--format=%h %s", commit], root)
             keep, back = _command(root, "branch", "my-work"), _command(root, "reset", "--keep", last)
             raise UsageError(

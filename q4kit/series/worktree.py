@@ -126,7 +126,7 @@ def _below(target: WorkTree, series: Series, prefix: int, to: int) -> str:
     """Return the commit id of prefix ``to`` below HEAD after checking that only the series' commits lie between."""
     for k in range(prefix, to, -1):
         commit, entry = f"HEAD~{prefix - k}", series.entries[k - 1]
-        if not mend.patch_at(target, series, commit, k):
+        if mend.patch_at(target, series, commit) != k:
             subject = git.out(["log", "-1", "--format=%h %s", commit], target.root)
             raise UsageError(
                 f"{target.root}: commit `{subject}` is not patch {entry.file} and would be lost",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import subprocess
 import sys
 import time
@@ -143,6 +142,9 @@ def test_a_second_tree_shares_the_files_of_the_first_and_moves_by_itself(
 ) -> None:
     (cached / FILE).parent.mkdir(parents=True)
     (cached / FILE).write_text("def f(x):\n    return x * 2\n")
+    moved = series_package.load().touched[0]
+    (cached / moved).parent.mkdir(parents=True, exist_ok=True)
+    (cached / moved).write_text("y = 1\n")
     for command in (["add", "-A"], ["commit", "-q", "-m", "pin"], ["update-ref", trees.BASE_REF, "HEAD"]):
         subprocess.run(["git", "-C", str(cached), "-c", "user.name=a", "-c", "user.email=a@b.c", *command], check=True)
     first = opened(tmp_path / "out" / "tree")
@@ -156,9 +158,9 @@ def test_a_second_tree_shares_the_files_of_the_first_and_moves_by_itself(
     for name in (FILE, compiled):
         assert (second / name).samefile(first / name)
     time.sleep(1.1)  # git looks at whole seconds of ctime
-    os.link(first / FILE, tmp_path / "third")  # a third tree, moved: git replaces its name of the file
-    (tmp_path / "third").unlink()
+    (first / moved).unlink()  # as git does when it moves that tree
     assert git.out(["diff-files", "--name-only"], second) == ""  # what `git am` holds against the index
+    (first / moved).write_text("y = 1\n")
     with trees.at_prefix(second, series_package.load(), 2, plant(tmp_path)) as path:
         assert path == second / "python"
         assert "return x\n" in (second / FILE).read_text()
