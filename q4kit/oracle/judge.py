@@ -56,7 +56,8 @@ def floor_values(floor: Floor, reference: Recording, pairs: Sequence[ItemPair]) 
     Column 0 is the candidate, column 1 the reference, the others the floor's runs, without the
     reference's own run if the floor holds it.
     """
-    keep = [index for index, run in enumerate(floor.runs) if run["id"] != recording_id(reference)]
+    own = recording_id(reference)
+    keep = [index for index, run in enumerate(floor.runs) if run["id"] != own]
     rows: dict[str, list[list[float]]] = {leg: [] for leg in LEGS}
     bins: dict[str, list[int]] = {leg: [] for leg in LEGS}
     prompts = list(dict.fromkeys(item.prompt for item in pairs))

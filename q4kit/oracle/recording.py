@@ -94,7 +94,8 @@ class Recording:
         for result in self.results:
             digest.update(result.item.name.encode())
             for position in result.positions:
-                digest.update(repr(asdict(position)).encode())
+                values = {name: getattr(position, name) for name in Position.__slots__}
+                digest.update(repr(values).encode())
         return digest.hexdigest()[:16]
 
 
