@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from q4kit.errors import UsageError
+from q4kit.errors import EnvironmentFault, UsageError
 
 Kind = Literal["noise", "scale", "roll"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -31,10 +32,11 @@ def perturb(
     relative: of "noise" the standard deviation as a share of the tensor's own; of "scale" the share added.
     rows: (first, last + 1) along the first dimension; everything else stays. Of a stacked expert weight a row is
         one expert.
-    The result holds name, file, dtype, shape and the root-mean-square change. The target must not exist.
+    The result holds name, file, dtype, shape and the root-mean-square change. The target must not exist; a
+    failure leaves nothing of it.
     """
     import torch  # only here: the tools must run where torch is not installed
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
     from safetensors.torch import load_file, save_file
 
     if target.exists():
@@ -78,10 +80,6 @@ def perturb(
         lost = "roll of equal rows" if kind == "roll" else f"{kind} of {relative}"
         raise UsageError(f"{lost} is lost in {tensors[name].dtype}", remedy="use a larger --relative, or other rows")
     tensors[name] = after
-    partial = target.with_name(target.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    shutil.copytree(source, partial)
-    save_file(tensors, partial / file.name, metadata=metadata)
     record = {
         "source": source.name,
         "tensor": name,
@@ -94,6 +92,17 @@ def perturb(
         "seed": seed if kind == "noise" else None,
         "rms_change": changed,
     }
-    (partial / "perturbation.json").write_text(json.dumps(record, indent=2) + "\n")
-    partial.rename(target)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as scratch:
+            whole = Path(scratch) / target.name
+            shutil.copytree(source, whole)
+            save_file(tensors, whole / file.name, metadata=metadata)
+            (whole / "perturbation.json").write_text(json.dumps(record, indent=2) + "\n")
+            whole.rename(target)
+    except (OSError, SafetensorError) as error:
+        said = error.args[0][0][2] if isinstance(error, shutil.Error) else error  # the first of the files
+        raise EnvironmentFault(
+            f"{target} cannot be written: {said}", remedy="a folder on a disk with room for a copy of the checkpoint"
+        ) from error
     return record

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from q4kit.errors import UsageError
+from q4kit.errors import EnvironmentFault, UsageError
 from q4kit.perturb import perturb
 
 torch = pytest.importorskip("torch")
+safetensors = pytest.importorskip("safetensors")
 safetensors_torch = pytest.importorskip("safetensors.torch")
 
 
@@ -53,6 +54,28 @@ def test_refuses_anything_but_one_match(checkpoint: Path, tmp_path: Path, tensor
 def test_refuses_noise_that_rounding_swallows(checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="is lost in"):
         perturb(checkpoint, tmp_path / "broken", tensor=r"layers\.0\.in_proj", relative=1e-9)
+    assert [p.name for p in tmp_path.iterdir()] == ["model"]
+
+
+def test_removes_nothing_that_was_there(checkpoint: Path, tmp_path: Path) -> None:
+    other = tmp_path / "broken.partial"
+    other.mkdir()
+    (other / "mine").write_text("kept")
+    perturb(checkpoint, tmp_path / "broken", tensor=r"layers\.0\.in_proj")
+    assert (other / "mine").read_text() == "kept"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["broken", "broken.partial", "model"]
+
+
+@pytest.mark.parametrize("kind", [OSError, safetensors.SafetensorError])
+def test_a_write_that_fails_leaves_nothing(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
+) -> None:
+    def full(*_args: object, **_named: object) -> None:
+        raise kind("No space left on device")
+
+    monkeypatch.setattr(safetensors_torch, "save_file", full)
+    with pytest.raises(EnvironmentFault, match=r"broken cannot be written: .*No space left"):
+        perturb(checkpoint, tmp_path / "broken", tensor=r"layers\.0\.in_proj")
     assert [p.name for p in tmp_path.iterdir()] == ["model"]
 
 
