@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 from pathlib import Path
@@ -14,20 +13,10 @@ import pytest
 from q4kit.errors import EnvironmentFault
 from tests.gpu import full_table
 from tests.gpu.full_table import FAR, ROW_BYTES, ROWS, declare_full_table, far_rows, judge, write_sparse_table
+from tests.needs import needs_series
 
 os.environ.setdefault("SGLANG_PLATFORM", "cpu_ref")
 
-
-def patched() -> bool:
-    try:
-        return importlib.util.find_spec("sglang.srt.layers.ple_rows") is not None
-    except ModuleNotFoundError:
-        return False
-
-
-needs_series = pytest.mark.skipif(
-    not patched(), reason="needs an SGLang with the series applied (PYTHONPATH=<tree>/python)"
-)
 CHOSEN = (0, 26_843_545, 26_843_546, 134_217_728, 160_000_768, ROWS - 2, ROWS - 1)
 """Both sides of 4 GiB, an offset past 2**34, the middle, the end."""
 

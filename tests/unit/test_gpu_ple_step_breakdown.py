@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from pathlib import Path
 
@@ -14,15 +13,9 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 from tests.gpu.ple_step_breakdown import CRITICAL_PATH, Parts, sample, total  # noqa: E402
 from tests.gpu.step_chain import HEADS, write_table  # noqa: E402
+from tests.needs import needs_series  # noqa: E402
 
 ROWS = 20_000
-
-
-def patched() -> bool:
-    try:
-        return importlib.util.find_spec("sglang.srt.layers.ple_rows") is not None
-    except ModuleNotFoundError:
-        return False
 
 
 def test_total_is_the_sum_of_the_critical_path_or_nothing() -> None:
@@ -42,7 +35,7 @@ def test_sample_drops_the_first_tenth_and_leaves_the_preparation_out() -> None:
     assert all(time >= 0 for time in times)
 
 
-@pytest.mark.skipif(not patched(), reason="needs an SGLang with the series applied (PYTHONPATH=<tree>/python)")
+@needs_series
 def test_parts_hash_as_the_host_does_and_fill_the_rows_of_the_table(tmp_path: Path) -> None:
     table = write_table(tmp_path, ROWS)
     parts = Parts(tmp_path, ROWS, "auto", device="cpu")
@@ -56,7 +49,7 @@ def test_parts_hash_as_the_host_does_and_fill_the_rows_of_the_table(tmp_path: Pa
         assert (parts.nvme._graph_rows[1][0].numpy() == table[ids[0].numpy()]).all()
 
 
-@pytest.mark.skipif(not patched(), reason="needs an SGLang with the series applied (PYTHONPATH=<tree>/python)")
+@needs_series
 def test_a_table_too_small_for_the_heads_is_refused(tmp_path: Path) -> None:
     write_table(tmp_path, 600)
     with pytest.raises(ValueError, match="do not fit the table's 600"):

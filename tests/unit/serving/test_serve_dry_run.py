@@ -16,6 +16,7 @@ import pytest
 from serving_world import make_checkpoint
 
 from q4kit.serving.run import exclusive
+from tests.needs import needs_series
 
 ROOT = Path(__file__).resolve().parents[3]
 DOC = ROOT / "docs" / "SERVING.md"
@@ -121,6 +122,7 @@ for line in sys.stdin:
 """
 
 
+@needs_series
 def test_sglang_itself_understands_every_printed_command(models: dict[str, Path]) -> None:
     """The argument parser of the patched server takes them; the tables of the cases cannot drift from it."""
     lines = [json.dumps(printed(models.get(kind), profile, args)) for profile, kind, args, _ in CASES]
