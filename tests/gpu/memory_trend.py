@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import statistics
 from bisect import bisect_right
 from collections import Counter
@@ -16,6 +17,8 @@ from scipy import stats
 
 BRIEF = 0.1
 """Share of the samples that a process may be in and not belong to the server: a compiler that a new kernel starts."""
+LOOKS_S = 60.0
+"""Two looks of a reader at its budget: pages that stay mapped for as long are kept, not about to be given back."""
 BLOCKS = 8
 """Blocks that a window is averaged into: neighbouring samples are not independent, their means nearly are."""
 
@@ -81,21 +84,46 @@ def parse_smaps(text: str) -> dict[str, float]:
     return {"rss": fields["Rss"], "anonymous": fields["Anonymous"], "mapped": fields["Rss"] - fields["Anonymous"]}
 
 
-def group_memory(group: int) -> dict[str, dict[str, float]]:
-    """Return MiB by process of a process group: "<command> <pid>" -> the figures of `parse_smaps`."""
+def table_pages(smaps: str, folder: str) -> float:
+    """Return MiB resident of the mappings of files in `folder`, by the text of a process's smaps."""
+    mib, here = 0.0, False
+    for line in smaps.splitlines():
+        if line[:1] in "0123456789abcdef":  # a mapping's first line; field names begin with a capital
+            here = f" {folder}/" in line
+        elif here and line.startswith("Rss:"):
+            mib += int(line.split()[1]) / 1024
+    return mib
+
+
+def group_memory(group: int, table: Path | None = None) -> dict[str, dict[str, float]]:
+    """Return MiB by process of a process group: "<command> <pid>" -> the figures of `parse_smaps`.
+
+    With the folder of a `table` also "table", the pages of its files that are mapped.
+    """
+    folder = os.path.realpath(table) if table else ""
     found = {}
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError, IndexError, ValueError):
             stat = (entry / "stat").read_text()
             if int(stat.rsplit(")", 1)[1].split()[2]) == group:
                 name = stat[stat.index("(") + 1 : stat.rindex(")")]
-                found[f"{name} {entry.name}"] = parse_smaps((entry / "smaps_rollup").read_text())
+                figures = parse_smaps((entry / "smaps_rollup").read_text())
+                if table:
+                    maps = folder in (entry / "maps").read_text()  # cheap: smaps walks every page once more
+                    figures["table"] = table_pages((entry / "smaps").read_text(), folder) if maps else 0.0
+                found[f"{name} {entry.name}"] = figures
     return found
 
 
 def total(samples: Sequence[Sample], field: str) -> list[float]:
     """Return the sum over the processes of each sample, MiB."""
     return [sum(process[field] for process in sample.processes.values()) for sample in samples]
+
+
+def kept(axis: Sequence[float], values: Sequence[float], seconds: float = LOOKS_S) -> float:
+    """Return the largest of what a quantity never fell below for `seconds`; of a shorter axis, for all of it."""
+    starts = [i for i, start in enumerate(axis) if start + seconds <= axis[-1]] or [0]
+    return max(min(values[i : bisect_right(axis, axis[i] + seconds)]) for i in starts)
 
 
 def servers(samples: Sequence[Sample]) -> tuple[list[Sample], list[str]]:
@@ -106,17 +134,17 @@ def servers(samples: Sequence[Sample]) -> tuple[list[Sample], list[str]]:
     seen = Counter(name for sample in samples for name in sample.processes)
     last = samples[-1].processes
     brief = {name for name, times in seen.items() if times <= BRIEF * len(samples) and name not in last}
-    kept = [
+    those = [
         sample._replace(processes={name: mib for name, mib in sample.processes.items() if name not in brief})
         for sample in samples
     ]
-    return kept, sorted(brief)
+    return those, sorted(brief)
 
 
 def by_request(samples: Sequence[Sample], numbers: Sequence[int]) -> list[float]:
     """Return the anonymous memory of all processes as it was when each request had ended, MiB."""
-    kept, _ = servers(samples)
-    ended, mib = [sample.requests for sample in kept], total(kept, "anonymous")
+    those, _ = servers(samples)
+    ended, mib = [sample.requests for sample in those], total(those, "anonymous")
     return [mib[max(0, bisect_right(ended, number) - 1)] for number in numbers]
 
 
@@ -141,40 +169,47 @@ def judge(
 ) -> dict[str, Any]:
     """Return the verdict on the samples after the warm-up.
 
-    Memory holds when the anonymous memory of all processes together is flat, their mapped memory stays below
-    `mapped_mib`, and no process of the server went away or came. Growth of each process is given beside it. With the
-    samples of a `control`, a server under the same requests, flat means: grew no more than the control did.
+    Memory holds when the anonymous memory of all processes together is flat, the pages of the table that they keep
+    mapped (see `kept`) and whatever else they map stay below `mapped_mib` each, and no process of the server went away
+    or came. Without "table" in the samples all that is mapped counts as the table's. Growth of each process is given
+    beside it. With the samples of a `control`, a server under the same requests, flat means: grew no more than it did.
     ValueError where there are too few samples.
     """
     late = [sample for sample in samples if sample.seconds >= warm_up_s]
     if not late:
         raise ValueError(f"no sample after {warm_up_s:g} s of warm-up")
-    kept, brief = servers(late)
-    times = [sample.seconds for sample in kept]
-    anonymous = trend(times, total(kept, "anonymous"))
-    names = [set(sample.processes) for sample in kept]
+    those, brief = servers(late)
+    times = [sample.seconds for sample in those]
+    anonymous = trend(times, total(those, "anonymous"))
+    names = [set(sample.processes) for sample in those]
     same = all(name == names[0] for name in names)
-    largest = max(total(kept, "mapped"))
+    mapped = total(those, "mapped")
+    known = all("table" in process for sample in those for process in sample.processes.values())
+    table = total(those, "table") if known else mapped
+    table_kept = kept(times, table)
+    other = max(all_of - part for all_of, part in zip(mapped, table, strict=True))
     processes = {}
     if same:
         for name in sorted(names[0]):
-            found = trend(times, [sample.processes[name]["rss"] for sample in kept])
-            last = round(kept[-1].processes[name]["rss"], 1)
+            found = trend(times, [sample.processes[name]["rss"] for sample in those])
+            last = round(those[-1].processes[name]["rss"], 1)
             processes[name] = {"rss_mib_last": last, "rss_growth": found.to_json()}
     judged, compared = anonymous, {}
     if control is not None:
         theirs, judged = against(samples, control, late[0].requests)
         compared = {"excess_growth_mib": judged.to_json(), "control_growth_mib": theirs.to_json()}
     outcome = verdict(judged, limit_mib)
-    if not same or largest > mapped_mib:
+    if not same or max(table_kept, other) > mapped_mib:
         outcome = "grows"
     return {
         "verdict": outcome,
         "anonymous_growth_mib": anonymous.to_json(),
         **compared,
         "limit_mib": limit_mib,
-        "rss_growth_mib": trend(times, total(kept, "rss")).to_json(),
-        "mapped_mib_max": round(largest, 1),
+        "rss_growth_mib": trend(times, total(those, "rss")).to_json(),
+        "mapped_mib_max": round(max(mapped), 1),
+        "table_mib_kept": round(table_kept, 1),
+        "other_mapped_mib_max": round(other, 1),
         "mapped_mib_limit": mapped_mib,
         "same_processes": same,
         "brief_processes": brief,

@@ -2,10 +2,11 @@
 """Mixed load on a server whose PLE table stays on disk, for minutes: is its memory flat, are its answers the same?
 
 Load, in random order: prefill of unique random text, decode, two requests at once, and streams that the client breaks
-off. Memory of every server process is sampled from smaps_rollup. Verdict: growth of the anonymous memory after the
+off. Memory of every server process is sampled from smaps. Verdict: growth of the anonymous memory after the
 warm-up (a third of the time), by least squares on block means with a 95 % interval; "flat" rules out more than
---limit-mib over the window, "grows" rules out less. Mapped memory (the table's pages) must stay below --mapped-mib: the
-reader gives them back at its budget of 4 GiB. The answer to one prompt must be the same before and after.
+--limit-mib over the window, "grows" rules out less. The table's pages that stay mapped for a minute must be below
+--mapped-mib: the two readers look every 30 s and give back what is above 4 and 1 GiB; between two looks a fast prefill
+maps more, all of it page cache already. The answer to one prompt must be the same before and after.
 
 With --control, a second server whose table is in memory answers the same requests after the first one ended, and the
 verdict is on what the first one gained more, request by request: what SGLang and its libraries keep under this load is
@@ -173,7 +174,7 @@ def soak(server: ServerProcess, args: argparse.Namespace, requests_wanted: int |
         run.before = ask(client, probe, 16)
         client.flush_cache()
         run.again = ask(client, probe, 16)
-        with Sampler(lambda: group_memory(server.pid), SAMPLE_S) as sampler:
+        with Sampler(lambda: group_memory(server.pid, args.table or args.model), SAMPLE_S) as sampler:
             end = time.monotonic() + args.seconds
             for number in itertools.count():
                 over = time.monotonic() >= end if requests_wanted is None else number >= requests_wanted
@@ -258,7 +259,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--vocab", type=int, default=500, help="token ids of random prompts are below this")
     parser.add_argument("--longest", type=int, help="tokens of the longest prompt (default: 3000, on a CPU 400)")
     parser.add_argument("--limit-mib", type=float, default=32, help="growth in the window that is still flat")
-    parser.add_argument("--mapped-mib", type=float, default=6144, help="most memory mapped from files")
+    parser.add_argument(
+        "--mapped-mib", type=float, default=6144, help="most of the table kept mapped, and most of the rest"
+    )
     parser.add_argument("--control", action="store_true", help="judge against a server with the table in memory")
     parser.add_argument("--control-path", type=Path, help="folder with the control's sglang package (with --control)")
     parser.add_argument("--log", type=Path, default=Path("ple_soak.log"), help="the server's log")

@@ -3,7 +3,8 @@
 
 Per cell: logprobs against the reference cell, the A/A floor, decode speed, bytes a token over PCIe, memory.
 `summarise.py --steps OUT` prints the table of a run of tests/gpu/run_all.sh instead; `summarise.py --speeds NAME=OUT...
-SUMMARY.json` makes the speeds of runs of tests/gpu/ple_nvme.py, each under its name, against their pinned cells.
+SUMMARY.json` makes the speeds of runs of tests/gpu/ple_nvme.py, each under its name, against their pinned cells;
+`summarise.py --rates NAME=OUT/cells... SUMMARY.json` those of runs of matrix.py, against full-pinned.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.gpu import timing
 from tests.gpu.cells import GRAPH_ARGS
-from tests.gpu.matrix import common_prefix, worst
+from tests.gpu.matrix import BASE, common_prefix, worst
+from tests.gpu.matrix import speeds as medians
 
 
 def summary(cells: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -85,6 +87,28 @@ def speeds(cells: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return out
 
 
+def rates(cells: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return the figures of each cell of a run of matrix.py that was timed (pure).
+
+    Medians over the rounds: decode, tokens/s; host-to-device traffic, MB a token; and the ratio to full-pinned, formed
+    within a round.
+    """
+    out: dict[str, Any] = {}
+    for name, cell in cells.items():
+        samples = cell.get("samples", [])
+        if not samples:
+            continue
+        found = medians(samples)
+        figures: dict[str, Any] = {"decode_tok_s": found["decode_tok_s"], "rounds": len(samples)}
+        if "pcie_rx_bytes_s" in found:
+            figures["pcie_mb_per_token"] = found["pcie_rx_bytes_s"] / found["decode_tok_s"] / 1e6
+        if name != BASE and BASE in cells:
+            method = timing.Method(**samples[-1]["method"])
+            figures |= timing.compare(cells[BASE]["samples"], samples, method)
+        out[name] = figures
+    return out
+
+
 OUTCOMES = {0: "holds", 1: "FAILS", 2: "usage error", 3: "inconclusive", 4: "environment or server fault"}
 
 
@@ -145,18 +169,20 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("out", type=Path, nargs="?")
     parser.add_argument("--steps", type=Path, metavar="OUT", help="folder of a run of run_all.sh")
     parser.add_argument("--speeds", nargs="+", metavar="NAME=OUT", help="folders of runs of ple_nvme.py")
+    parser.add_argument("--rates", nargs="+", metavar="NAME=CELLS", help="folders of timed cells of matrix.py")
     args = parser.parse_args(argv)
     if args.steps:
         text, code = steps_table(*read_steps(args.steps))
         print(text, end="")
         return code
-    if args.speeds:
-        *runs, out = args.speeds
-        if not runs or any("=" not in run for run in runs):
-            parser.error("give --speeds NAME=OUT ... SUMMARY.json")
-        folders = {name: Path(folder) for name, folder in (run.split("=", 1) for run in runs)}
-        write(Path(out), {name: speeds(cells_of(folder)) for name, folder in folders.items()})
-        return 0
+    for option, given, figures in (("--speeds", args.speeds, speeds), ("--rates", args.rates, rates)):
+        if given:
+            *runs, out = given
+            if not runs or any("=" not in run for run in runs):
+                parser.error(f"give {option} NAME=OUT ... SUMMARY.json")
+            folders = {name: Path(folder) for name, folder in (run.split("=", 1) for run in runs)}
+            write(Path(out), {name: figures(cells_of(folder)) for name, folder in folders.items()})
+            return 0
     if args.out is None:
         parser.error("give OUT/cells and SUMMARY.json, or --steps OUT")
     write(args.out, summary(cells_of(args.cells)))

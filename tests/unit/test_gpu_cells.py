@@ -284,6 +284,14 @@ def test_the_ratio_is_that_of_the_rounds(stand: Stand) -> None:
     assert [row[column].strip() for row in rows[2:]] == ["1.000 (1.000..1.000)"] * 3
 
 
+def test_the_first_turn_does_not_decide_the_traffic() -> None:
+    """A server's first request compiles kernels for seconds, in which nothing is copied."""
+    step = {"step_us": 1000.0, "ttft_s": 0.1}
+    found = matrix.speeds([{"decode": step, "pcie_rx_bytes_s": traffic} for traffic in (1e6, 8e9, 9e9, None)])
+    assert found["pcie_rx_bytes_s"] == 8e9
+    assert "pcie_rx_bytes_s" not in matrix.speeds([{"decode": step, "pcie_rx_bytes_s": None}])
+
+
 def test_a_cell_that_failed_is_a_row_and_a_verdict(stand: Stand) -> None:
     results: dict[str, dict[str, Any]] = {"reference": {"error": "dead"}}
     (reference,) = [cell for cell in CELLS if cell.name == "reference"]

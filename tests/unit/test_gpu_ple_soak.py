@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import random
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ import pytest
 
 from q4kit.errors import ServerError
 from tests.gpu import ple_soak
-from tests.gpu.memory_trend import Sample, group_memory, judge, parse_smaps, trend, verdict
+from tests.gpu.memory_trend import Sample, group_memory, judge, kept, parse_smaps, table_pages, trend, verdict
 from tests.gpu.ple_soak import CPU_ENV, KINDS, Run, Sampler, flags_of, main, plan, record_of
 
 TIMES = [0.5 * i for i in range(240)]
@@ -113,6 +114,43 @@ def test_a_process_that_comes_and_goes_is_named_and_not_counted() -> None:
     assert found["anonymous_growth_mib"] == judge(samples(), 20, 32, 1000)["anonymous_growth_mib"]
 
 
+def with_table(pages: Callable[[float], float], libraries: float = 500.0) -> list[Sample]:
+    """Return flat samples whose scheduler maps `pages(seconds)` MiB of the table beside its libraries."""
+    out = samples()
+    for seconds, _, processes in out:
+        processes["scheduler 2"] |= {"mapped": pages(seconds) + libraries, "table": pages(seconds)}
+        processes["http 1"]["table"] = 0.0
+    return out
+
+
+def test_pages_that_are_given_back_in_time_are_not_kept() -> None:
+    sawtooth = judge(with_table(lambda seconds: 50 + 60 * (seconds % 30)), 20, 32, 1000)
+    assert sawtooth["verdict"] == "flat"
+    assert sawtooth["mapped_mib_max"] == 500 + 50 + 60 * 29.5
+    assert sawtooth["table_mib_kept"] == 50
+    assert sawtooth["other_mapped_mib_max"] == 500
+
+
+@pytest.mark.parametrize(
+    ("pages", "libraries"),
+    [
+        (lambda seconds: 1001.0 + seconds % 30, 500.0),
+        (lambda seconds: 20 * (seconds % 90), 500.0),
+        (lambda _: 1.0, 1001),
+    ],
+    ids=["given back too little", "too seldom", "something else grows"],
+)
+def test_mapped_pages_that_are_kept_do_not_hold(pages: Callable[[float], float], libraries: float) -> None:
+    assert judge(with_table(pages, libraries), 20, 32, 500 if libraries < 501 else 1000)["verdict"] == "grows"
+
+
+def test_what_is_kept_is_the_largest_floor_of_a_minute() -> None:
+    axis = [float(second) for second in range(200)]
+    assert kept(axis, [second % 30 for second in axis], 60) == 0
+    assert kept(axis, [min(second, 100) for second in axis], 60) == 100
+    assert kept([0.0, 1.0], [7.0, 5.0], 60) == 5
+
+
 def test_no_sample_after_the_warm_up_is_refused() -> None:
     with pytest.raises(ValueError, match="no sample after 600 s"):
         judge(samples(), 600, 32, 1000)
@@ -171,6 +209,30 @@ def test_smaps_fields_and_a_file_without_them() -> None:
         parse_smaps("Rss: 1 kB\n")
 
 
+def test_the_pages_of_the_tables_files_are_those_in_its_folder() -> None:
+    text = (
+        "7f00-7f10 r--s 0 fe:00 1    /models/a/x.safetensors\nSize: 9 kB\nRss: 2048 kB\nVmFlags: rd mr\n"
+        "7f10-7f20 r--s 0 fe:00 2    /models/ab/x.safetensors\nRss: 4096 kB\n"
+        "7f20-7f30 rw-p 0 00:00 0 \nRss: 8192 kB\n"
+        "a000-b000 r--p 0 fe:00 3    /models/a/sub/y (deleted)\nRss: 1024 kB\n"
+    )
+    assert table_pages(text, "/models/a") == 3.0
+
+
+def test_group_memory_tells_the_tables_pages(tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    (tmp_path / "model").mkdir()
+    link.symlink_to("model")
+    path = link / "table"
+    path.write_bytes(b"x" * (8 << 20))
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as pages:
+        assert sum(pages[i] for i in range(0, len(pages), 4096)) == 2048 * ord("x")
+        mine = group_memory(os.getpgrp(), link)
+    figures = next(value for name, value in mine.items() if name.endswith(f" {os.getpid()}"))
+    assert figures["table"] == 8
+    assert figures["mapped"] > 8
+
+
 def test_group_memory_finds_this_process() -> None:
     found = group_memory(os.getpgrp())
     mine = [figures for name, figures in found.items() if name.endswith(f" {os.getpid()}")]
@@ -224,7 +286,7 @@ def arguments(**more: Any) -> SimpleNamespace:
 def test_a_server_that_dies_under_load_leaves_its_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ple_soak, "Client", Dying)
     raw = tmp_path / "raw.json"
-    args = arguments(longest=40, vocab=500, raw=raw)
+    args = arguments(longest=40, vocab=500, raw=raw, table=None, model=tmp_path)
     run = ple_soak.soak(SimpleNamespace(base_url="http://127.0.0.1:9", pid=os.getpgrp()), args)  # type: ignore[arg-type]
     record = record_of(run, None, args)  # type: ignore[arg-type]
     assert (record["ok"], record["verdict"], record["answer_same"]) == (False, "inconclusive", False)
