@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import lzma
 from pathlib import Path
 
 import pytest
@@ -41,3 +42,19 @@ def test_the_committed_speeds_follow_from_the_raw_samples(tmp_path: Path) -> Non
     assert main(["--speeds", *runs, str(tmp_path / "made.json")]) == 0
     assert json.loads((tmp_path / "made.json").read_text()) == committed
     assert committed["short_step"]["nvme-cold-full-auto"]["base"] == "pinned-full"
+
+
+def test_the_committed_rates_follow_from_the_raw_samples(tmp_path: Path) -> None:
+    rates = RUN.with_name("h200_20261130d")
+    committed = json.loads((rates / "matrix_rates.json").read_text())
+    runs = []
+    for name, cells in json.loads(lzma.decompress((rates / "matrix_rounds.json.xz").read_bytes())).items():
+        folder = tmp_path / name
+        folder.mkdir()
+        for cell, record in cells.items():
+            (folder / f"{cell}.json").write_text(json.dumps(record))
+        runs.append(f"{name}={folder}")
+    assert main(["--rates", *runs, str(tmp_path / "made.json")]) == 0
+    assert json.loads((tmp_path / "made.json").read_text()) == committed
+    in_place = committed["series"]["half-full-in-place"]
+    assert in_place["decode_ratio"]["rounds"] == in_place["rounds"] == 5
