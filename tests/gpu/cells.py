@@ -39,19 +39,26 @@ class Cell:
     extra: tuple[str, ...] = ()
     expect: str = "same"
     """"same": answers equal the reference; "reference"; "refused": a clear error at start; "fails": stock's failure."""
+    fails_with: str = ""
+    """With "fails": a regular expression that the error must match, so that no other fault passes for stock's."""
 
     def __str__(self) -> str:
         return self.name
 
     @property
     def twin(self) -> str:
-        """Name of the cell under the same graphs that keeps every weight resident."""
+        """Name of the cell whose bits are expected: the one under the same graphs that offloads no layer.
+
+        Of that under breakable graphs the one under full graphs; of that under full graphs and of the reference itself.
+        """
+        if self.name == "breakable-resident":
+            return "full-pinned"
         return {"eager": "reference", "full": "full-pinned", "breakable": "breakable-resident"}[self.graph]
 
     @property
     def held_to_twin(self) -> bool:
-        """Whether the cell must give its twin's bits: it computes the same, only from another place."""
-        return self.tree == "patched"
+        """Whether the cell must give its twin's bits: it computes the same, from another place or without patches."""
+        return self.expect in ("same", "reference")
 
     @property
     def updates_weights(self) -> bool:
@@ -107,11 +114,17 @@ CELLS: tuple[Cell, ...] = (
     Cell("nvme-full", "patched", "mid", "0", "full", "nvme"),
     Cell("nvme-breakable", "patched", "mid", "0", "breakable", "nvme"),
     Cell("half-full-nvme", "patched", "mid", "half", "full", "nvme"),
-    Cell("stock-offload", "stock", "mid", "half", "full", "pinned", expect="fails"),
-    Cell("stock-offload-no-ple", "stock", "mid", "all", "full", "resident", expect="fails"),
-    Cell("stock-offload-eager", "stock", "mid", "part", "eager", "resident", expect="fails"),
-    Cell("stock-breakable-offload", "stock", "mid", "half", "breakable", "resident", expect="fails"),
-    Cell("stock-breakable", "stock", "mid", "0", "breakable", "resident", expect="fails"),
+    *(
+        Cell(name, "stock", "mid", budget, graph, ple, expect="fails", fails_with=error)
+        for name, budget, graph, ple, error in (
+            ("stock-offload", "half", "full", "pinned", "cannot be combined with --cpu-offload-gb"),
+            ("stock-offload-no-ple", "all", "full", "resident", "Cannot copy between CPU and CUDA tensors"),
+            ("stock-offload-eager", "part", "eager", "resident", "is on cpu|CPU and CUDA tensors"),
+            ("stock-breakable-offload", "half", "breakable", "resident", "Unsupported BCG output type|is on cpu"),
+            ("stock-breakable", "0", "breakable", "resident", "Unsupported BCG output type"),
+        )
+    ),
+    Cell("stock-eager", "stock", "mid", "0", "eager", "resident"),
     Cell("stock-full-pinned", "stock", "mid", "0", "full", "pinned"),
 )
 

@@ -1,4 +1,4 @@
-"""Memory of a server's processes over time, and whether it grows (pure but for `smaps`)."""
+"""Memory of a server's processes over time, and whether it grows (pure but for reading /proc and a folder)."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from scipy import stats
 
 BRIEF = 0.1
 """Share of the samples that a process may be in and not belong to the server: a compiler that a new kernel starts."""
-LOOKS_S = 60.0
-"""Two looks of a reader at its budget: pages that stay mapped for as long are kept, not about to be given back."""
+LOOKS_S = 65.0
+"""Longer than two looks of a reader at its budget (30 s and what a look takes): pages mapped for as long are kept."""
+LOOK_SAMPLES = 8
+"""Samples that such a stretch has at least; one with fewer is not judged by."""
 BLOCKS = 8
 """Blocks that a window is averaged into: neighbouring samples are not independent, their means nearly are."""
 
@@ -71,47 +73,50 @@ def verdict(found: Trend, limit: float) -> str:
     return "grows" if found.low > limit else "inconclusive"
 
 
-def parse_smaps(text: str) -> dict[str, float]:
-    """Return MiB of a smaps_rollup file: rss, anonymous memory, and the rest (files and shared memory)."""
-    fields = {}
+def files_of(folder: Path) -> frozenset[str]:
+    """Return the files of a folder, or what its links lead to, as smaps may name them: "<device> <inode>" and path.
+
+    Both, since file systems that are stacked show another device there, and a path can be escaped or gone.
+    """
+    found: set[str] = set()
+    for entry in folder.iterdir():
+        if entry.is_file():
+            at = entry.stat()
+            found |= {f"{os.major(at.st_dev):02x}:{os.minor(at.st_dev):02x} {at.st_ino}", os.path.realpath(entry)}
+    return frozenset(found)
+
+
+def parse_smaps(text: str, table: frozenset[str] = frozenset()) -> dict[str, float]:
+    """Return MiB of a process by its smaps: rss, anonymous memory, the rest (files and shared memory), the table's.
+
+    Every mapping counts by itself: a page that is mapped twice is in "mapped" and "table" twice.
+    """
+    mib = dict.fromkeys(("rss", "anonymous", "table"), 0.0)
+    ours, mappings = False, 0
     for line in text.splitlines():
         name, _, rest = line.partition(":")
-        if name in ("Rss", "Anonymous"):
-            fields[name] = int(rest.split()[0]) / 1024
-    missing = {"Rss", "Anonymous"} - fields.keys()
-    if missing:
-        raise ValueError(f"smaps_rollup without {', '.join(sorted(missing))}")
-    return {"rss": fields["Rss"], "anonymous": fields["Anonymous"], "mapped": fields["Rss"] - fields["Anonymous"]}
+        if name == "Rss":
+            mib["rss"] += int(rest.split()[0]) / 1024
+            mib["table"] += int(rest.split()[0]) / 1024 if ours else 0
+        elif name == "Anonymous":
+            mib["anonymous"] += int(rest.split()[0]) / 1024
+        elif line[:1] in "0123456789abcdef" and line:  # first line of a mapping; names of fields begin with a capital
+            _, _, _, device, inode, *path = line.split(maxsplit=5)
+            ours, mappings = bool(table & {f"{device} {inode}", *path}), mappings + 1
+    if not mappings:
+        raise ValueError("smaps without a mapping")
+    return mib | {"mapped": mib["rss"] - mib["anonymous"]}
 
 
-def table_pages(smaps: str, folder: str) -> float:
-    """Return MiB resident of the mappings of files in `folder`, by the text of a process's smaps."""
-    mib, here = 0.0, False
-    for line in smaps.splitlines():
-        if line[:1] in "0123456789abcdef":  # a mapping's first line; field names begin with a capital
-            here = f" {folder}/" in line
-        elif here and line.startswith("Rss:"):
-            mib += int(line.split()[1]) / 1024
-    return mib
-
-
-def group_memory(group: int, table: Path | None = None) -> dict[str, dict[str, float]]:
-    """Return MiB by process of a process group: "<command> <pid>" -> the figures of `parse_smaps`.
-
-    With the folder of a `table` also "table", the pages of its files that are mapped.
-    """
-    folder = os.path.realpath(table) if table else ""
+def group_memory(group: int, table: frozenset[str] = frozenset()) -> dict[str, dict[str, float]]:
+    """Return MiB by process of a process group: "<command> <pid>" -> the figures of `parse_smaps`."""
     found = {}
     for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError, IndexError, ValueError):
-            stat = (entry / "stat").read_text()
+        with contextlib.suppress(OSError, IndexError, ValueError):  # it ended meanwhile
+            stat = (entry / "stat").read_text(errors="replace")
             if int(stat.rsplit(")", 1)[1].split()[2]) == group:
                 name = stat[stat.index("(") + 1 : stat.rindex(")")]
-                figures = parse_smaps((entry / "smaps_rollup").read_text())
-                if table:
-                    maps = folder in (entry / "maps").read_text()  # cheap: smaps walks every page once more
-                    figures["table"] = table_pages((entry / "smaps").read_text(), folder) if maps else 0.0
-                found[f"{name} {entry.name}"] = figures
+                found[f"{name} {entry.name}"] = parse_smaps((entry / "smaps").read_text(errors="replace"), table)
     return found
 
 
@@ -121,9 +126,13 @@ def total(samples: Sequence[Sample], field: str) -> list[float]:
 
 
 def kept(axis: Sequence[float], values: Sequence[float], seconds: float = LOOKS_S) -> float:
-    """Return the largest of what a quantity never fell below for `seconds`; of a shorter axis, for all of it."""
-    starts = [i for i, start in enumerate(axis) if start + seconds <= axis[-1]] or [0]
-    return max(min(values[i : bisect_right(axis, axis[i] + seconds)]) for i in starts)
+    """Return the largest of what a quantity never fell below for `seconds`; of a shorter axis, for all of it.
+
+    What is gained in the last `seconds` alone is not kept yet.
+    """
+    ends = [bisect_right(axis, start + seconds) for start in axis]
+    whole = [(i, end) for i, end in enumerate(ends) if axis[i] + seconds <= axis[-1] and end - i >= LOOK_SAMPLES]
+    return max(min(values[i:end]) for i, end in whole or [(0, len(values))])
 
 
 def servers(samples: Sequence[Sample]) -> tuple[list[Sample], list[str]]:
@@ -171,8 +180,8 @@ def judge(
 
     Memory holds when the anonymous memory of all processes together is flat, the pages of the table that they keep
     mapped (see `kept`) and whatever else they map stay below `mapped_mib` each, and no process of the server went away
-    or came. Without "table" in the samples all that is mapped counts as the table's. Growth of each process is given
-    beside it. With the samples of a `control`, a server under the same requests, flat means: grew no more than it did.
+    or came. Growth of each process is given beside it. With the samples of a `control`, a server under the same
+    requests, flat means: grew no more than it did.
     ValueError where there are too few samples.
     """
     late = [sample for sample in samples if sample.seconds >= warm_up_s]
@@ -184,8 +193,7 @@ def judge(
     names = [set(sample.processes) for sample in those]
     same = all(name == names[0] for name in names)
     mapped = total(those, "mapped")
-    known = all("table" in process for sample in those for process in sample.processes.values())
-    table = total(those, "table") if known else mapped
+    table = total(those, "table")
     table_kept = kept(times, table)
     other = max(all_of - part for all_of, part in zip(mapped, table, strict=True))
     processes = {}

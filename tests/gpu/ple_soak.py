@@ -2,11 +2,12 @@
 """Mixed load on a server whose PLE table stays on disk, for minutes: is its memory flat, are its answers the same?
 
 Load, in random order: prefill of unique random text, decode, two requests at once, and streams that the client breaks
-off. Memory of every server process is sampled from smaps. Verdict: growth of the anonymous memory after the
-warm-up (a third of the time), by least squares on block means with a 95 % interval; "flat" rules out more than
---limit-mib over the window, "grows" rules out less. The table's pages that stay mapped for a minute must be below
+off. Memory of every server process is sampled from smaps. Verdict: growth of the anonymous memory after the warm-up (a
+third of the time), by least squares on block means with a 95 % interval; "flat" rules out more than --limit-mib over
+the window, "grows" rules out less. The table's pages that stay mapped for longer than a minute must be below
 --mapped-mib: the two readers look every 30 s and give back what is above 4 and 1 GiB; between two looks a fast prefill
-maps more, all of it page cache already. The answer to one prompt must be the same before and after.
+maps more, all of it page cache already, and each reader maps it for itself. The answer to one prompt must be the same
+before and after.
 
 With --control, a second server whose table is in memory answers the same requests after the first one ended, and the
 verdict is on what the first one gained more, request by request: what SGLang and its libraries keep under this load is
@@ -44,7 +45,7 @@ from q4kit.server.launch import ServerProcess, launch
 from tests.gpu import records
 from tests.gpu.cells import GRAPH_ARGS, PLE_ARGS
 from tests.gpu.matrix import COMMON_ARGS
-from tests.gpu.memory_trend import Sample, group_memory, judge
+from tests.gpu.memory_trend import Sample, files_of, group_memory, judge
 
 EXIT = {"flat": 0, "grows": 1, "inconclusive": 3}
 SAMPLE_S = 0.5
@@ -174,7 +175,8 @@ def soak(server: ServerProcess, args: argparse.Namespace, requests_wanted: int |
         run.before = ask(client, probe, 16)
         client.flush_cache()
         run.again = ask(client, probe, 16)
-        with Sampler(lambda: group_memory(server.pid, args.table or args.model), SAMPLE_S) as sampler:
+        table = files_of(args.table or args.model)
+        with Sampler(lambda: group_memory(server.pid, table), SAMPLE_S) as sampler:
             end = time.monotonic() + args.seconds
             for number in itertools.count():
                 over = time.monotonic() >= end if requests_wanted is None else number >= requests_wanted

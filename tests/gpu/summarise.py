@@ -88,23 +88,24 @@ def speeds(cells: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def rates(cells: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return the figures of each cell of a run of matrix.py that was timed (pure).
+    """Return the figures of each cell of a run of matrix.py that was timed (pure); of one that failed its error.
 
     Medians over the rounds: decode, tokens/s; host-to-device traffic, MB a token; and the ratio to full-pinned, formed
-    within a round.
+    within a round ("base": None where no round has both).
     """
+    base = [sample for sample in cells.get(BASE, {}).get("samples", []) if "decode" in sample]
     out: dict[str, Any] = {}
     for name, cell in cells.items():
-        samples = cell.get("samples", [])
-        if not samples:
+        samples = [sample for sample in cell.get("samples", []) if "decode" in sample]
+        if "error" in cell or not samples:
+            out |= {name: {"error": cell["error"]}} if "error" in cell else {}
             continue
         found = medians(samples)
         figures: dict[str, Any] = {"decode_tok_s": found["decode_tok_s"], "rounds": len(samples)}
         if "pcie_rx_bytes_s" in found:
             figures["pcie_mb_per_token"] = found["pcie_rx_bytes_s"] / found["decode_tok_s"] / 1e6
-        if name != BASE and BASE in cells:
-            method = timing.Method(**samples[-1]["method"])
-            figures |= timing.compare(cells[BASE]["samples"], samples, method)
+        if name != BASE:
+            figures |= timing.compare(base, samples, timing.Method(**samples[-1]["method"])) or {"base": None}
         out[name] = figures
     return out
 
@@ -167,9 +168,10 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cells", type=Path, nargs="?")
     parser.add_argument("out", type=Path, nargs="?")
-    parser.add_argument("--steps", type=Path, metavar="OUT", help="folder of a run of run_all.sh")
-    parser.add_argument("--speeds", nargs="+", metavar="NAME=OUT", help="folders of runs of ple_nvme.py")
-    parser.add_argument("--rates", nargs="+", metavar="NAME=CELLS", help="folders of timed cells of matrix.py")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--steps", type=Path, metavar="OUT", help="folder of a run of run_all.sh")
+    kind.add_argument("--speeds", nargs="+", metavar="NAME=OUT", help="folders of runs of ple_nvme.py")
+    kind.add_argument("--rates", nargs="+", metavar="NAME=CELLS", help="folders of timed cells of matrix.py")
     args = parser.parse_args(argv)
     if args.steps:
         text, code = steps_table(*read_steps(args.steps))
@@ -181,6 +183,9 @@ def main(argv: list[str] | None = None) -> int:
             if not runs or any("=" not in run for run in runs):
                 parser.error(f"give {option} NAME=OUT ... SUMMARY.json")
             folders = {name: Path(folder) for name, folder in (run.split("=", 1) for run in runs)}
+            for folder in folders.values():
+                if not any(folder.glob("*.json")):
+                    parser.error(f"{folder} holds no record of a cell")
             write(Path(out), {name: figures(cells_of(folder)) for name, folder in folders.items()})
             return 0
     if args.out is None:

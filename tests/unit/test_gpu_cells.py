@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -14,7 +15,7 @@ import pytest
 
 from q4kit.errors import ServerError
 from q4kit.server.launch import HANG_MARK
-from tests.gpu import matrix
+from tests.gpu import matrix, timing
 from tests.gpu.cells import CELLS, Cell, uncovered_pairs
 from tests.gpu.inputs import fingerprint, with_modules
 from tests.gpu.matrix import COLUMNS, Run, bits_fault, failure, parse, table, update_fault
@@ -141,10 +142,28 @@ def test_a_twin_is_resident_under_the_same_graphs() -> None:
     cells = {cell.name: cell for cell in CELLS}
     for cell in CELLS:
         twin = cells[cell.twin]
-        assert (twin.graph, twin.budget, twin.held_to_twin) == (cell.graph, "0", True)
+        same = "full" if cell.name == "breakable-resident" else cell.graph
+        assert (twin.graph, twin.budget, twin.tree, twin.held_to_twin) == (same, "0", "patched", True)
     assert cells["half-full-in-place"].held_to_twin
     assert cells["paged-experts-nvme"].held_to_twin
-    assert not cells["stock-full-pinned"].held_to_twin
+    assert cells["stock-full-pinned"].held_to_twin
+    assert not cells["stock-breakable"].held_to_twin
+    assert [cell.name for cell in CELLS if cell.twin == cell.name] == ["reference", "full-pinned"]
+
+
+def test_every_failure_of_stock_says_what_it_is() -> None:
+    assert all(bool(cell.fails_with) == (cell.expect == "fails") for cell in CELLS)
+
+
+@pytest.mark.parametrize(
+    ("error", "holds"),
+    [("TypeError: Unsupported BCG output type: X", True), ("the server was not healthy after 400 s", False)],
+)
+def test_another_failure_than_stocks_does_not_pass_for_it(stand: Stand, error: str, holds: bool) -> None:
+    run = Run(parse([*stand.arguments()[:4], f"--stock={stand.tree}", "--only", "stock-breakable"]))
+    run.results["stock-breakable"] = {"error": error}
+    bad, unknown = run.judge()
+    assert (bad == [], unknown) == (holds, [])
 
 
 def answer(*logprobs: float, ids: tuple[int, ...] = (1,)) -> dict[str, Any]:
@@ -284,8 +303,33 @@ def test_the_ratio_is_that_of_the_rounds(stand: Stand) -> None:
     assert [row[column].strip() for row in rows[2:]] == ["1.000 (1.000..1.000)"] * 3
 
 
+def test_a_servers_first_request_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It compiles kernels for seconds, in which nothing is copied."""
+    steps: list[tuple[int, bool]] = []
+    metered: list[bool] = [False]
+
+    class Meter(contextlib.nullcontext[Any]):
+        mean, samples = 1.0, (1,)
+
+        def __init__(self, gpu: int) -> None:
+            super().__init__(self)
+            metered[0] = True
+
+    def decode(client: Any, seed: int, how: timing.Method) -> dict[str, float]:
+        steps.append((how.decode_tokens, metered[0]))
+        return {"step_us": 1.0}
+
+    monkeypatch.setattr(matrix.timing, "decode", decode)
+    monkeypatch.setattr(matrix, "PcieMeter", Meter)
+    seat = SimpleNamespace(gpu="0", server=SimpleNamespace(base_url="http://127.0.0.1:9"))
+    for number in (0, 1):
+        metered[0] = False
+        sample = matrix.take_sample(seat, number, 1.0, timing.Method(40, 10, 0, 500))  # type: ignore[arg-type]
+        assert (sample["pcie_rx_bytes_s"], sample["decode"]) == (1.0, {"step_us": 1.0})
+    assert steps == [(4, False), (40, True), (40, True)]
+
+
 def test_the_first_turn_does_not_decide_the_traffic() -> None:
-    """A server's first request compiles kernels for seconds, in which nothing is copied."""
     step = {"step_us": 1000.0, "ttft_s": 0.1}
     found = matrix.speeds([{"decode": step, "pcie_rx_bytes_s": traffic} for traffic in (1e6, 8e9, 9e9, None)])
     assert found["pcie_rx_bytes_s"] == 8e9

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu.summarise import main, summary
+from tests.gpu.summarise import main, rates, summary
 
 RUN = Path(__file__).parents[2] / "results" / "h200_20261129"
 SPEEDS = RUN.with_name("h200_20261130b")
@@ -58,3 +58,27 @@ def test_the_committed_rates_follow_from_the_raw_samples(tmp_path: Path) -> None
     assert json.loads((tmp_path / "made.json").read_text()) == committed
     in_place = committed["series"]["half-full-in-place"]
     assert in_place["decode_ratio"]["rounds"] == in_place["rounds"] == 5
+
+
+def turn(number: int, step_us: float) -> dict[str, object]:
+    method = {"decode_tokens": 40, "warmup_tokens": 10, "prefill_tokens": 0, "vocab": 500}
+    decode = {"step_us": step_us, "p50_us": step_us, "p95_us": step_us, "ttft_s": 0.1}
+    return {"session": 1.0, "gpu": "0", "round": number, "method": method, "decode": decode}
+
+
+def test_rates_say_which_cell_failed_and_which_has_no_round_with_the_base() -> None:
+    found = rates({"full-pinned": {"samples": [turn(0, 1000.0)]}, "a": {"samples": [turn(0, 2000.0)]}})
+    assert found["a"]["decode_ratio"]["median"] == 0.5
+    late = rates(
+        {"full-pinned": {"samples": [turn(0, 1000.0)]}, "a": {"samples": [turn(1, 2000.0), {"refused": "cold"}]}}
+    )
+    assert (late["a"]["decode_tok_s"], late["a"]["base"], late["a"]["rounds"]) == (500.0, None, 1)
+    dead = rates({"full-pinned": {"error": "dead"}, "a": {"samples": [turn(0, 2000.0)]}, "b": {}})
+    assert (dead["full-pinned"], dead["a"]["base"], "b" in dead) == ({"error": "dead"}, None, False)
+
+
+def test_a_folder_without_records_is_a_usage_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["--rates", f"x={tmp_path}", str(tmp_path / "made.json")])
+    assert stopped.value.code == 2
+    assert "no record of a cell" in capsys.readouterr().err
