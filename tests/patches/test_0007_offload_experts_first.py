@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from fake_cuda import CUDA
 from offload_kit import CopyMeter, model_on_device, nbytes, on_host
 from sglang.srt.layers.moe import fused_moe_triton
+from sglang.srt.layers.quantization import marlin_utils
 from sglang.srt.utils import offloader as offloader_module
 from sglang.srt.utils.offloader import OffloaderV1
 
@@ -70,6 +72,47 @@ def test_a_budget_within_the_experts_moves_experts_only(
         largest = max(nbytes(layers, {name}) for name in experts(layers))
         assert budget <= nbytes(layers, moved) < budget + largest
         assert offloader._cpu_offload_bytes == nbytes(layers, moved)
+
+
+FORMATS: dict[str, dict[str, Any]] = {
+    "fp8 blocks": {
+        "quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
+        "ignored_layers": ["linear_attn", "self_attn", "shared_expert", "ple"],
+    },
+    "AutoRound int4": {
+        "quant_method": "auto-round", "bits": 4, "group_size": 128, "sym": True,
+        "packing_format": "auto_round:auto_gptq", "backend": "marlin",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.red_on_stock
+@pytest.mark.parametrize("quantized", FORMATS)
+def test_quantized_experts_go_first_with_all_that_belongs_to_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quantized: str
+) -> None:
+    """Formats whose experts are other parameters: scales, packed weights, group indices."""
+    write = tiny_qwen4.write_config
+
+    def write_quantized(directory: Path, **text: Any) -> Path:
+        path = write(directory, **text) / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": FORMATS[quantized]}))
+        return directory
+
+    monkeypatch.setattr(tiny_qwen4, "write_config", write_quantized)
+    monkeypatch.setattr(marlin_utils, "get_device_capability", lambda *_: (9, 0))  # asked of a GPU, which is faked
+    with offloaded_model(tmp_path, monkeypatch, 0, **MID_SIZE) as (model, _):
+        layers = model.model.layers
+        parts = {name.rsplit(".", 1)[1] for name in experts(layers)}
+        assert parts & {"w13_weight_scale_inv", "w13_qweight"}, parts
+        budget = nbytes(layers, experts(layers)) // 2
+    with offloaded_model(tmp_path, monkeypatch, budget, **MID_SIZE) as (model, _):
+        layers = model.model.layers
+        moved = on_host(layers)
+        assert moved <= experts(layers), f"needed by every token, yet moved: {sorted(moved - experts(layers))[:5]}"
+        assert {name.rsplit(".", 1)[1] for name in moved} == parts
+        largest = max(nbytes(layers, {name}) for name in experts(layers))
+        assert budget <= nbytes(layers, moved) < budget + largest
 
 
 @pytest.mark.red_on_stock
