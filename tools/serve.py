@@ -172,7 +172,14 @@ def render(command: list[str], environment: dict[str, str]) -> str:
 
 def say(text: str) -> None:
     """Print at once: a log file or a pipe must not hold a line back."""
+    clear_progress()
     print(text, flush=True)
+
+
+def clear_progress() -> None:
+    """Take the line that `progress` overwrites off the terminal, if there is one."""
+    if sys.stderr.isatty():
+        print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
 def progress(seconds: float, line: str) -> None:
@@ -189,6 +196,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return run(args)
     except Q4Error as error:
+        clear_progress()
         print(error.render(), file=sys.stderr)
         return error.exit_code
     except (StopRequested, KeyboardInterrupt):

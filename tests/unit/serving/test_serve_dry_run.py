@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import pty
 import re
 import shlex
 import subprocess
@@ -236,3 +237,17 @@ def test_a_memory_cap_puts_the_command_into_a_scope(models: dict[str, Path]) -> 
     assert "systemd-run" in text
     assert f"MemoryMax={100 * 2**30}" in text
     assert text.index("systemd-run") < text.index("sglang.launch_server")
+
+
+def test_what_is_said_does_not_stand_behind_the_progress_line() -> None:
+    """On a terminal, where the progress overwrites itself; elsewhere nothing is erased."""
+    code = "from tools import serve; serve.progress(23, 'GET /health 503'); serve.say('healthy after 23 s')"
+    ours, theirs = pty.openpty()
+    try:
+        subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=theirs, stderr=theirs, check=True, timeout=60)
+        assert os.read(ours, 4096).endswith(b"503\r\x1b[Khealthy after 23 s\r\n")
+    finally:
+        os.close(ours)
+        os.close(theirs)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=True, timeout=60)
+    assert (done.stdout, done.stderr) == (b"healthy after 23 s\n", b"")
