@@ -178,11 +178,11 @@ def take_sample(seat: Seat, number: int, session: float, method: Method) -> dict
     assert seat.server
     sample: dict[str, Any] = {"session": session, "gpu": seat.gpu, "round": number, "at": time.time()}
     sample["method"] = method.to_json()
-    if number == 0:  # a server's first request compiles kernels for seconds, in which nothing is copied
-        with Client(seat.server.base_url, timeout_s=300) as client:
+    with Client(seat.server.base_url, timeout_s=300) as client:
+        if number == 0:  # a server's first request compiles kernels for seconds, in which nothing is copied
             timing.decode(client, timing.seed_of(number, 1), replace(method, decode_tokens=4, warmup_tokens=1))
-    with Client(seat.server.base_url, timeout_s=300) as client, PcieMeter(int(seat.gpu or 0)) as meter:
-        sample["decode"] = timing.decode(client, timing.seed_of(number), method)
+        with PcieMeter(int(seat.gpu or 0)) as meter:
+            sample["decode"] = timing.decode(client, timing.seed_of(number), method)
     sample["pcie_rx_bytes_s"], sample["pcie_samples"] = meter.mean, len(meter.samples)
     return sample
 

@@ -47,6 +47,15 @@ def experts(module: torch.nn.Module) -> set[str]:
     return {name for name, _ in module.named_parameters() if ".mlp.experts." in f".{name}"}
 
 
+def experts_moved(layers: torch.nn.Module, budget: int) -> set[str]:
+    """Return what is on the host: routed experts alone, as many as the budget asks for and no whole tensor more."""
+    moved = on_host(layers)
+    assert moved <= experts(layers), f"needed by every token, yet moved: {sorted(moved - experts(layers))[:5]}"
+    largest = max(nbytes(layers, {name}) for name in experts(layers))
+    assert budget <= nbytes(layers, moved) < budget + largest
+    return moved
+
+
 @pytest.fixture
 def sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """Return the bytes of all routed experts and of everything else in the layers of the mid-size model."""
@@ -67,10 +76,7 @@ def test_a_budget_within_the_experts_moves_experts_only(
     budget = int(share * sizes["experts"])
     with offloaded_model(tmp_path, monkeypatch, budget, **MID_SIZE) as (model, offloader):
         layers = model.model.layers
-        moved = on_host(layers)
-        assert moved <= experts(layers), f"needed by every token, yet moved: {sorted(moved - experts(layers))[:5]}"
-        largest = max(nbytes(layers, {name}) for name in experts(layers))
-        assert budget <= nbytes(layers, moved) < budget + largest
+        moved = experts_moved(layers, budget)
         assert offloader._cpu_offload_bytes == nbytes(layers, moved)
 
 
@@ -108,11 +114,7 @@ def test_quantized_experts_go_first_with_all_that_belongs_to_them(
         budget = nbytes(layers, experts(layers)) // 2
     with offloaded_model(tmp_path, monkeypatch, budget, **MID_SIZE) as (model, _):
         layers = model.model.layers
-        moved = on_host(layers)
-        assert moved <= experts(layers), f"needed by every token, yet moved: {sorted(moved - experts(layers))[:5]}"
-        assert {name.rsplit(".", 1)[1] for name in moved} == parts
-        largest = max(nbytes(layers, {name}) for name in experts(layers))
-        assert budget <= nbytes(layers, moved) < budget + largest
+        assert {name.rsplit(".", 1)[1] for name in experts_moved(layers, budget)} == parts
 
 
 @pytest.mark.red_on_stock

@@ -13,6 +13,7 @@ from tests.gpu.summarise import main, rates, summary
 
 RUN = Path(__file__).parents[2] / "results" / "h200_20261129"
 SPEEDS = RUN.with_name("h200_20261130b")
+ROUNDS = RUN.with_name("h200_20261130d")
 
 
 def test_the_committed_summary_follows_from_the_raw_answers() -> None:
@@ -30,32 +31,28 @@ def test_the_committed_summary_follows_from_the_raw_answers() -> None:
     assert ratio == pytest.approx(committed["ratios"]["nvme_full_over_pinned_full"])
 
 
-def test_the_committed_speeds_follow_from_the_raw_samples(tmp_path: Path) -> None:
-    committed = json.loads((SPEEDS / "ple_nvme_speeds.json").read_text())
-    runs = []
-    for name in committed:
-        folder = tmp_path / name
-        folder.mkdir()
-        for cell, record in json.loads(gzip.decompress((SPEEDS / f"ple_nvme_{name}.json.gz").read_bytes())).items():
-            (folder / f"{cell}.json").write_text(json.dumps(record))
-        runs.append(f"{name}={folder}")
-    assert main(["--speeds", *runs, str(tmp_path / "made.json")]) == 0
-    assert json.loads((tmp_path / "made.json").read_text()) == committed
-    assert committed["short_step"]["nvme-cold-full-auto"]["base"] == "pinned-full"
+def remade(tmp_path: Path, option: str, runs: dict[str, dict[str, object]]) -> object:
+    """Return what summarise.py makes of runs, each with the records of its cells."""
+    for name, cells in runs.items():
+        (tmp_path / name).mkdir()
+        for cell, record in cells.items():
+            (tmp_path / name / f"{cell}.json").write_text(json.dumps(record))
+    assert main([option, *(f"{name}={tmp_path / name}" for name in runs), str(tmp_path / "made.json")]) == 0
+    return json.loads((tmp_path / "made.json").read_text())
+
+
+@pytest.mark.parametrize("run", [SPEEDS, ROUNDS], ids=lambda run: run.name)
+def test_the_committed_speeds_follow_from_the_raw_samples(tmp_path: Path, run: Path) -> None:
+    committed = json.loads((run / "ple_nvme_speeds.json").read_text())
+    raw = {name: json.loads(gzip.decompress((run / f"ple_nvme_{name}.json.gz").read_bytes())) for name in committed}
+    assert remade(tmp_path, "--speeds", raw) == committed
+    assert all(run["nvme-cold-full-auto"]["base"] == "pinned-full" for run in committed.values())
 
 
 def test_the_committed_rates_follow_from_the_raw_samples(tmp_path: Path) -> None:
-    rates = RUN.with_name("h200_20261130d")
-    committed = json.loads((rates / "matrix_rates.json").read_text())
-    runs = []
-    for name, cells in json.loads(lzma.decompress((rates / "matrix_rounds.json.xz").read_bytes())).items():
-        folder = tmp_path / name
-        folder.mkdir()
-        for cell, record in cells.items():
-            (folder / f"{cell}.json").write_text(json.dumps(record))
-        runs.append(f"{name}={folder}")
-    assert main(["--rates", *runs, str(tmp_path / "made.json")]) == 0
-    assert json.loads((tmp_path / "made.json").read_text()) == committed
+    committed = json.loads((ROUNDS / "matrix_rates.json").read_text())
+    raw = json.loads(lzma.decompress((ROUNDS / "matrix_rounds.json.xz").read_bytes()))
+    assert remade(tmp_path, "--rates", raw) == committed
     in_place = committed["series"]["half-full-in-place"]
     assert in_place["decode_ratio"]["rounds"] == in_place["rounds"] == 5
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import lzma
 import re
@@ -22,10 +21,9 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines() if line.startswith("{")]
 
 
-def cells_of(path: Path) -> dict[str, Any]:
-    raw = lzma.decompress(path.read_bytes()) if path.suffix == ".xz" else gzip.decompress(path.read_bytes())
-    loaded: dict[str, Any] = json.loads(raw)
-    return loaded.get("cells", loaded)
+def cells_of(run: str) -> dict[str, Any]:
+    cells: dict[str, Any] = json.loads(lzma.decompress((RESULTS / run / "matrix_bits.json.xz").read_bytes()))
+    return cells
 
 
 def table_row(first: str) -> list[str]:
@@ -55,7 +53,7 @@ def test_shares_of_the_disks_own_rate(prompt: str, step: str) -> None:
 
 
 def test_bits_with_all_patches() -> None:
-    cells = cells_of(RESULTS / "h200_20261130d" / "matrix_bits.json.xz")
+    cells = cells_of("h200_20261130d")
     twins = {
         "half-full-in-place": "full-pinned", "half-full-nvme": "full-pinned", "paged-experts-nvme": "full-pinned",
         "nvme-breakable": "breakable-resident", "breakable-resident": "full-pinned",
@@ -69,7 +67,7 @@ def test_bits_with_all_patches() -> None:
 
 @pytest.mark.parametrize(("run", "differ"), [("h200_20261130b", "3,133"), ("h200_20261130d", "2,112")])
 def test_graphs_against_eager(run: str, differ: str) -> None:
-    cells = cells_of(RESULTS / run / "matrix_bits.json.xz")
+    cells = cells_of(run)
     found = bits.compare(tuple(cells["reference"]["runs"]), tuple(cells["full-pinned"]["runs"]))
     assert f"{found['differ']:,}" == differ
     assert found["compared"] == 10207

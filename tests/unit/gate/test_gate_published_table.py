@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import lzma
+import re
 import tarfile
 from pathlib import Path
 
@@ -30,14 +30,12 @@ def test_the_write_up_quotes_the_filed_table() -> None:
 def test_every_row_of_the_filed_table_has_its_record() -> None:
     records = {}
     for part in ("records_0_to_14.tar.xz", "records_15_to_21.tar.xz"):
-        with lzma.open(RUN / part) as stream, tarfile.open(fileobj=stream) as archive:
+        with tarfile.open(RUN / part) as archive:
             for member in archive:
-                if Path(member.name).name.startswith("prefix-") and member.name.count(".json") == 1:
-                    name = Path(member.name).name
+                if found := re.fullmatch(r"prefix-(\d{4})\.json", Path(member.name).name):
                     content = archive.extractfile(member)
                     assert content is not None
-                    if name.removesuffix(".json").removeprefix("prefix-").isdecimal():
-                        records[int(name[7:11])] = json.load(content)
+                    records[int(found[1])] = json.load(content)
     rows = {row["prefix"]: row for row in json.loads((RUN / "table.json").read_text())["rows"] if "record" in row}
     assert rows.keys() == records.keys() == set(range(22))
     for prefix, row in rows.items():
