@@ -14,8 +14,8 @@ _ECHO = re.compile(r"scheduler (?:died|is dead)|Initialization failed|exit ?code
 _LONGEST = 300
 _KILLED_OUTSIDE = frozenset({-1, -2, -9, -15})
 """Statuses of SIGHUP, SIGINT, SIGKILL and SIGTERM: somebody else's. A crash (SIGSEGV, SIGABRT) is the server's own."""
-_OWN_KILL = "Received sigquit from a child process"
-"""SGLang's main process says so and kills itself with SIGKILL when its scheduler failed."""
+_OWN_KILL = re.compile(r"Received sigquit from a child process|SIGQUIT received\.")
+"""SGLang's main process says so (while it starts, and once it listens) and kills itself when its scheduler failed."""
 _CHILD_KILLED = re.compile(r"exit code:? -(?:9|15)\b")
 
 
@@ -52,7 +52,7 @@ def killed_outside(status: int | None, log: str) -> bool:
     Args:
         status: exit status of its main process, negative for a signal; None while it runs.
     """
-    if status in _KILLED_OUTSIDE and _OWN_KILL not in log:
+    if status in _KILLED_OUTSIDE and not _OWN_KILL.search(log):
         return True
     return _CHILD_KILLED.search(log) is not None and not names_error(log)
 

@@ -35,8 +35,9 @@ CPU_ENV: Mapping[str, str] = {
     "CUDA_VISIBLE_DEVICES": "",  # the same behaviour on a machine that has a GPU
 }
 OFFLINE_ENV: Mapping[str, str] = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
-TOLD_ENV: Mapping[str, str] = {"PYTHONFAULTHANDLER": "1"}
-"""Where the shell does not set it otherwise: a crash, or a hang that `launch` ends, writes its stacks to the log."""
+TOLD_ENV: Mapping[str, str] = {"PYTHONFAULTHANDLER": "1", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS": "0"}
+"""Where the shell does not set it otherwise: a crash, or a hang that `launch` ends, writes its stacks to the log, and
+SGLang does not wait a minute for a core dump of the GPU, which only a process that was set up for it writes."""
 FLOAT32_ENV: Mapping[str, str] = {"SGLANG_MAMBA_CONV_DTYPE": "float32", "SGLANG_MAMBA_SSM_DTYPE": "float32"}
 """Gated-delta-net states in fp32; without them an fp32 server keeps them in bf16."""
 CPU_FLAGS: Mapping[str, str | None] = {

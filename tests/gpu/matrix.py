@@ -46,6 +46,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from q4kit import exit_codes
 from q4kit.errors import Q4Error, ServerError
+from q4kit.gate.failures import last_error
 from q4kit.server.client import GREEDY, Client
 from q4kit.server.launch import HANG_MARK, ServerProcess, launch
 from tests.gpu import bits, records, timing
@@ -318,9 +319,8 @@ def figures(cell: Cell, result: dict[str, Any], results: dict[str, dict[str, Any
 def failure(seat: Seat, error: Q4Error) -> dict[str, Any]:
     """Return the record of a server that did not serve: the line that says why, and the end of the log."""
     text, mark, hang = str(error).partition(HANG_MARK)
-    lines = [line.strip() for line in text.splitlines() if "Error" in line] or text.splitlines()
     tail = seat.server.log_tail(60) if seat.server else ""
-    return {"error": lines[-1][:300].replace("|", "/"), "full": text[-6000:] + (mark + hang)[:20_000] + tail}
+    return {"error": last_error(text).replace("|", "/"), "full": text[-6000:] + (mark + hang)[:20_000] + tail}
 
 
 def group_rss_gib(group: int) -> float:

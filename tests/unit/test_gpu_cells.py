@@ -370,3 +370,5 @@ def test_the_record_of_a_server_that_hung_says_so_and_holds_its_stacks() -> None
     assert f"{HANG_MARK}\npid 1: state S\n" in record["full"]
     spoken = f"the server was not healthy after 400 s (log: x)\nValueError: no\nwaiting\n{HANG_MARK}\npid 1: state S"
     assert failure(Seat(None, None), ServerError(spoken))["error"] == "ValueError: no"
+    crash = "exited\nRuntimeError: mat2 is on cpu\n[02:40:46] Pyspy failed (py-spy). Error: py-spy: not found"
+    assert failure(Seat(None, None), ServerError(crash))["error"] == "RuntimeError: mat2 is on cpu"

@@ -103,6 +103,10 @@ def gate(tmp_path: Path, model: Path, bench: Bench, monkeypatch: pytest.MonkeyPa
             "echo 'ValueError: no'; echo 'Received sigquit from a child process. It means'; kill -9 $$",
             "status -9 before it was healthy: ValueError: no",
         ),
+        (
+            "echo 'ValueError: no'; echo 'SIGQUIT received. signum=None. It usually means one child'; kill -9 $$",
+            "status -9 before it was healthy: ValueError: no",
+        ),
         (f"echo 'ValueError: no'; echo '{CHILD.format(-9)}'; exit 1", "healthy: ValueError: no"),
         (f"echo '{CHILD.format(-11)}'; exit 1", "status 1 before"),
         ("kill -SEGV $$", "status -11 before it was healthy: the log is empty"),
