@@ -13,6 +13,9 @@ With --control, a second server whose table is in memory answers the same reques
 verdict is on what the first one gained more, request by request: what SGLang and its libraries keep under this load is
 not the table's doing. --control-path takes another package for it, such as the unpatched one.
 
+SIGTERM during the load ends it early: what was sampled until then is judged (`loaded_s` says how long that was), and no
+control is started.
+
 Serves with ``--device cuda`` (the flags of tests/gpu/matrix.py) or ``--device cpu`` (the reference platform; a minute
 with the mini checkpoint is a real run of all of it). One JSON line, exit 0 flat, 1 grows or an answer or a request
 failed, 3 inconclusive, 4 server fault.
@@ -21,15 +24,17 @@ failed, 3 inconclusive, 4 server fault.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import os
 import random
+import signal
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -153,6 +158,8 @@ class Run:
     before: list[int] | None = None
     again: list[int] | None = None
     after: list[int] | None = None
+    told_to_end: bool = False
+    loaded_s: float = 0.0
     table: dict[str, float] = field(default_factory=dict)
     samples: list[Sample] = field(default_factory=list)
 
@@ -166,10 +173,21 @@ class Run:
                 "answer_repeats": self.again == self.before}  # fmt: skip
 
 
+@contextlib.contextmanager
+def sigterm() -> Iterator[threading.Event]:
+    """Set the event at SIGTERM, which ends nothing by itself within the `with` block."""
+    told = threading.Event()
+    before = signal.signal(signal.SIGTERM, lambda *_: told.set())
+    try:
+        yield told
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def soak(server: ServerProcess, args: argparse.Namespace, requests_wanted: int | None = None) -> Run:
-    """Run the load for --seconds, or for a number of requests, and return what came of it."""
+    """Run the load for --seconds, or for a number of requests, or until SIGTERM, and return what came of it."""
     run = Run()
-    with Client(server.base_url, timeout_s=120) as client:
+    with Client(server.base_url, timeout_s=120) as client, sigterm() as told:
         probe = unique(random.Random(-1), args.longest // 2, args.vocab)
         client.flush_cache()
         run.before = ask(client, probe, 16)
@@ -177,10 +195,11 @@ def soak(server: ServerProcess, args: argparse.Namespace, requests_wanted: int |
         run.again = ask(client, probe, 16)
         table = files_of(args.table or args.model)
         with Sampler(lambda: group_memory(server.pid, table), SAMPLE_S) as sampler:
-            end = time.monotonic() + args.seconds
+            start = time.monotonic()
             for number in itertools.count():
-                over = time.monotonic() >= end if requests_wanted is None else number >= requests_wanted
-                if over or len(run.failed) >= 5:
+                run.loaded_s, run.told_to_end = time.monotonic() - start, told.is_set()
+                over = run.loaded_s >= args.seconds if requests_wanted is None else number >= requests_wanted
+                if over or run.told_to_end or len(run.failed) >= 5:
                     break
                 try:
                     run.done[run_one(client, number, args.vocab, args.longest)] += 1
@@ -202,14 +221,14 @@ def record_of(run: Run, control: Run | None, args: argparse.Namespace) -> dict[s
     """Return the record with its verdict, and write the one with every sample to --raw."""
     record: dict[str, Any] = {
         "case": "ple_soak", "device": args.device, "graphs": args.graphs, "seconds": args.seconds,
-        "series": records.series(args.patched), **run.to_json(), "table": run.table, "control": None,
+        "loaded_s": round(run.loaded_s, 1), "series": records.series(args.patched), **run.to_json(), "table": run.table,
+        "control": None,
     }  # fmt: skip
     if control:
         record["control"] = {**control.to_json(), "series": records.series(args.control_path or args.patched)}
     try:
-        record |= judge(
-            run.samples, args.seconds / 3, args.limit_mib, args.mapped_mib, control.samples if control else None
-        )
+        warm_up_s = min(args.seconds, run.loaded_s) / 3
+        record |= judge(run.samples, warm_up_s, args.limit_mib, args.mapped_mib, control.samples if control else None)
     except ValueError as error:  # the load ended early: what went wrong is in `failed`
         record |= {"verdict": "inconclusive", "reason": str(error)}
     if args.raw:
@@ -286,7 +305,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         run = serve(args)
         record = record_of(run, None, args)  # --raw is there already if the control fails
-        if args.control and not run.failed:
+        if args.control and not run.failed and not run.told_to_end:
             record = record_of(run, serve(args, run.done.total(), control=True), args)
     except Q4Error as error:
         print(f"error: {error}\nremedy: {error.remedy}", file=sys.stderr)

@@ -6,6 +6,7 @@ import json
 import mmap
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -257,6 +258,29 @@ def test_a_soak_tells_the_tables_pages(tmp_path: Path, monkeypatch: pytest.Monke
     args = arguments(longest=40, vocab=500, table=table, model=tmp_path / "model", seconds=0.2)
     ple_soak.soak(SimpleNamespace(base_url="http://127.0.0.1:9", pid=os.getpgrp()), args)  # type: ignore[arg-type]
     assert set(asked) == {files_of(tmp_path / given)}
+
+
+def test_a_soak_that_is_told_to_end_judges_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At SIGTERM the request in flight is answered, then the load ends, and the last answer is still compared."""
+    before = signal.getsignal(signal.SIGTERM)
+
+    def request(_: object, number: int, *rest: object) -> str:
+        time.sleep(0.1)
+        if number == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return "prefill"
+
+    monkeypatch.setattr(ple_soak, "Client", Dying)
+    monkeypatch.setattr(ple_soak, "SAMPLE_S", 0.01)
+    monkeypatch.setattr(ple_soak, "group_memory", lambda *_: {"server 1": figures(3000)})
+    monkeypatch.setattr(ple_soak, "run_one", request)
+    args = arguments(longest=40, vocab=500, table=None, model=tmp_path, seconds=60)
+    run = ple_soak.soak(SimpleNamespace(base_url="http://127.0.0.1:9", pid=os.getpgrp()), args)  # type: ignore[arg-type]
+    record = record_of(run, None, args)  # type: ignore[arg-type]
+    assert (run.told_to_end, record["requests"], record["seconds"]) == (True, {"prefill": 5}, 60)
+    assert 0.5 <= record["loaded_s"] < 5
+    assert record["verdict"] == "flat"
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_group_memory_finds_this_process() -> None:
