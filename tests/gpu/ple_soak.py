@@ -175,7 +175,7 @@ class Run:
 
 @contextlib.contextmanager
 def sigterm() -> Iterator[threading.Event]:
-    """Set the event at SIGTERM, which ends nothing by itself within the `with` block."""
+    """Set the event at SIGTERM and end nothing in the `with` block: unlike with `wave.Clock`, a request is answered."""
     told = threading.Event()
     before = signal.signal(signal.SIGTERM, lambda *_: told.set())
     try:

@@ -26,7 +26,6 @@ from q4kit.server import launch as launch_module
 from q4kit.server.launch import HANG_MARK, ServerProcess, launch
 
 FAKE = Path(__file__).parent / "fake_server.py"
-VARIABLE = "PYTHONFAULTHANDLER"
 
 
 @pytest.fixture
@@ -201,16 +200,31 @@ def test_a_server_that_serves_or_ends_by_itself_is_asked_nothing(start: Any, tmp
         assert "Fatal Python error" not in text
 
 
-@pytest.mark.parametrize(("shell", "given", "seen"), [(None, {}, "1"), ("", {}, ""), ("", {VARIABLE: "2"}, "2")])
-def test_faulthandler_is_on_where_nobody_says_otherwise(
-    start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shell: str | None, given: dict[str, str], seen: str
+@pytest.mark.parametrize(("variable", "default"), launch_module.TOLD_ENV.items())
+@pytest.mark.parametrize("shell", [None, ""])
+@pytest.mark.parametrize("given", [None, "2"])
+def test_a_server_is_told_what_nobody_says_otherwise(
+    start: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    variable: str,
+    default: str,
+    shell: str | None,
+    given: str | None,
 ) -> None:
-    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.delenv(variable, raising=False)
     if shell is not None:
-        monkeypatch.setenv(VARIABLE, shell)
-    with start("serve", env=given):
+        monkeypatch.setenv(variable, shell)
+    with start("serve", env={} if given is None else {variable: given}):
         (state,) = states(tmp_path)
-    assert state["env"][VARIABLE] == seen
+    assert state["env"][variable] == next(value for value in (given, shell, default) if value is not None)
+
+
+def test_crashes_leave_stacks_and_nobody_waits_for_a_core_dump_of_the_gpu() -> None:
+    assert dict(launch_module.TOLD_ENV) == {
+        "PYTHONFAULTHANDLER": "1",
+        "SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS": "0",
+    }
 
 
 def test_group_that_ignores_sigterm_is_killed(start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
